@@ -24,8 +24,8 @@ ALSO = ("baichuan", "gemma4", "kimi_vl", "nemotron_h", "qwen2_5_vl", "qwen3_5")
 
 def chosen() -> list[str]:
     """Return the selected architectures, in the registry's order."""
-    whole = {ONE_OF_EACH_PATTERN[0], *changed()}  # with classifiers
-    wanted = {architecture for family in whole for architecture in registry.FAMILIES.get(family, ())}
+    complete_families = {ONE_OF_EACH_PATTERN[0], *changed()}  # with classifiers
+    wanted = {architecture for family in complete_families for architecture in registry.FAMILIES.get(family, ())}
     wanted |= {registry.FAMILIES[family][0] for family in (*ONE_OF_EACH_PATTERN, *ALSO)}
     return [architecture for architecture in registry.architectures(aliases=False) if architecture in wanted]
 

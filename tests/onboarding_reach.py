@@ -75,18 +75,18 @@ def decoders() -> Iterator[type[PreTrainedModel]]:
     """Return every class of `MAPPINGS` in the installed transformers, by name."""
     names: set[str] = set()
     for mapping in MAPPINGS:
-        for found in getattr(modeling_auto, mapping, {}).values():
-            names.update((found,) if isinstance(found, str) else found)
+        for names_or_name in getattr(modeling_auto, mapping, {}).values():
+            names.update((names_or_name,) if isinstance(names_or_name, str) else names_or_name)
     for name in sorted(names):
         if (model_class := getattr(transformers, name, None)) is not None:
             yield model_class
 
 
-def status(found: Detection, tests: GeneratedTests | None) -> str:
+def status(detection: Detection, tests: GeneratedTests | None) -> str:
     """Return the status of an architecture: `green`, `red`, `not run` or `not registered`."""
-    if found.architecture in registry.MODEL_ARCH_MAPPING:
+    if detection.architecture in registry.MODEL_ARCH_MAPPING:
         return "red" if tests is None or tests.failed else "green"
-    return "not registered" if found.ok else "not run"
+    return "not registered" if detection.ok else "not run"
 
 
 class Row(NamedTuple):
@@ -111,9 +111,9 @@ def write_reach(tests: Mapping[str, GeneratedTests], page: Path) -> Counter[str]
     """
     rows = []
     for model_class in decoders():
-        found = detect(model_class)
-        outcome = status(found, tests.get(model_class.__name__))
-        rows.append(Row(found.architecture, found.model_type, outcome, _groups(found), _remark(found)))
+        detection = detect(model_class)
+        outcome = status(detection, tests.get(model_class.__name__))
+        rows.append(Row(detection.architecture, detection.model_type, outcome, _groups(detection), _remark(detection)))
     page.write_text(as_page(rows, version("transformers")))
     return Counter(row.status for row in rows)
 
@@ -153,14 +153,14 @@ def as_page(rows: Sequence[Row], transformers_version: str) -> str:
     return "\n".join([*lines, ""])
 
 
-def _groups(found: Detection) -> str:
-    groups = dict.fromkeys(" + ".join(group) for ones in found.groups.values() for group in ones)
+def _groups(detection: Detection) -> str:
+    groups = dict.fromkeys(" + ".join(group) for ones in detection.groups.values() for group in ones)
     return "; ".join(groups).replace("|", "\\|")
 
 
-def _remark(found: Detection) -> str:
-    seen = f"{found.step}: {found.failure}" if found.step else found.note
-    text = "; ".join(filter(None, [NOT_REGISTERED.get(found.architecture), seen]))
+def _remark(detection: Detection) -> str:
+    seen = f"{detection.step}: {detection.failure}" if detection.step else detection.note
+    text = "; ".join(filter(None, [NOT_REGISTERED.get(detection.architecture), seen]))
     text = text if len(text) <= 160 else f"{text[:157]}..."
     return text.replace("|", "\\|").replace("<", "&lt;")
 

@@ -113,8 +113,8 @@ class UndeclaredForCausalLM(Nova, hf.LlamaForCausalLM):
 
 
 class Unbiased(LinearGroup):
-    def outputs_with(self, *given: Any) -> tuple[torch.Tensor, ...]:
-        outputs = super().outputs_with(*given)
+    def outputs_with(self, *args: Any) -> tuple[torch.Tensor, ...]:
+        outputs = super().outputs_with(*args)
         return tuple(output - part.bias for output, part in zip(outputs, self.linears.values(), strict=True))
 
 

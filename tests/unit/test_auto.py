@@ -148,8 +148,8 @@ def test_from_config_on_meta(llama_config: LlamaConfig, llama: PreTrainedModel) 
     assert {parameter.device.type for parameter in model.parameters()} == {"meta"}
     assert fused_group_count(model) == 4
     adapter = model.state_dict_adapter
-    wanted = {name: tuple(tensor.shape) for name, tensor in llama.state_dict().items() if not name.endswith("bias")}
-    assert {name: shape for name, shape, _ in adapter.export_plan()} == wanted
+    expected = {name: tuple(tensor.shape) for name, tensor in llama.state_dict().items() if not name.endswith("bias")}
+    assert {name: shape for name, shape, _ in adapter.export_plan()} == expected
 
 
 def test_from_config_sets_train_mode_and_dtype(llama_config: LlamaConfig) -> None:

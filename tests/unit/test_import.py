@@ -263,8 +263,8 @@ def imports_of(module: str, text: str) -> Iterator[Import]:
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, "imports are absolute"
             for alias in node.names:
-                whole = f"{node.module}.{alias.name}"
-                target = whole if whole in MODULES else node.module
+                full_name = f"{node.module}.{alias.name}"
+                target = full_name if full_name in MODULES else node.module
                 if target in MODULES:
                     yield Import(module, node.lineno, str(target))
 
@@ -461,8 +461,8 @@ def test_no_comparison_with_model_type() -> None:
             if not isinstance(node, ast.Compare):
                 continue
             sides = [node.left, *node.comparators]
-            asked = any("model_type" in ast.unparse(side) for side in sides)
-            assert not (asked and any(is_text(side) for side in sides)), f"{file}:{node.lineno}"
+            has_model_type = any("model_type" in ast.unparse(side) for side in sides)
+            assert not (has_model_type and any(is_text(side) for side in sides)), f"{file}:{node.lineno}"
 
 
 def is_text(node: ast.AST) -> bool:

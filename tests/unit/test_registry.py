@@ -238,7 +238,7 @@ def test_reregistering_drops_requirement() -> None:
 
 
 @pytest.mark.parametrize(
-    ("code", "says"),
+    ("code", "expected"),
     [
         ("import no_such_module", "ModuleNotFoundError: No module named 'no_such_module'"),
         ("from transformers import NoSuchModel", "ImportError"),
@@ -248,14 +248,14 @@ def test_reregistering_drops_requirement() -> None:
         ("undefined", "NameError"),
     ],
 )
-def test_family_import_error_names_class_and_cause(outside: Path, code: str, says: str) -> None:
+def test_family_import_error_names_class_and_cause(outside: Path, code: str, expected: str) -> None:
     (outside / "model.py").write_text(code)
     register_architecture("OutsideForCausalLM", "outside.model:OutsideForCausalLM")
     with pytest.raises(FamilyImportError) as caught:
         registry.model_class("OutsideForCausalLM")
     message = str(caught.value)
     assert "OutsideForCausalLM is served by outside.model:OutsideForCausalLM, which does not import" in message
-    assert says in message
+    assert expected in message
     assert f"torch {torch.__version__}" in message
     assert caught.value.__cause__ is not None
 

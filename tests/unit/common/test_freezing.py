@@ -182,9 +182,9 @@ def test_freeze_unreachable() -> None:
         (
             "Ernie4_5_VLMoeForConditionalGeneration",  # declares the layers that contain its experts
             [
-                f"model.language_model.layers.1.mlp.{kind}_moe.gate.{own}"
+                f"model.language_model.layers.1.mlp.{kind}_moe.gate.{suffix}"
                 for kind in ("text", "vision")
-                for own in ("moe_statics.e_score_correction_bias", "weight")
+                for suffix in ("moe_statics.e_score_correction_bias", "weight")
             ],
         ),
     ],

@@ -49,17 +49,17 @@ def test_inspect_and_plan_published_configs(repository: str, tmp_path: Path) -> 
         assert report.parameters > 1e6
         assert report.sizes["num_hidden_layers"]
         length = min(LENGTH, default_seq_len(config))
-        whole = estimate(config, Setting({"fsdp": 8}, length))
-        assert whole.total_parameters == pytest.approx(report.parameters, rel=0.01)
-        assert whole.parameters >= report.parameters * 4 / 8
-        assert whole.activations > 0
+        complete = estimate(config, Setting({"fsdp": 8}, length))
+        assert complete.total_parameters == pytest.approx(report.parameters, rel=0.01)
+        assert complete.parameters >= report.parameters * 4 / 8
+        assert complete.activations > 0
         meshes = [{"tp": 2}, {"fsdp": 2, "tp": 4}, *([{"ep": 2}] if ModelKind.MOE in report.kinds else [])]
         for mesh in meshes:
             try:
                 divided = estimate(config, Setting(mesh, length))
             except ShardingError:  # the mesh does not divide heads or experts
                 continue
-            assert divided.total_parameters == whole.total_parameters
+            assert divided.total_parameters == complete.total_parameters
             assert divided.parameters < report.parameters * 4
 
 

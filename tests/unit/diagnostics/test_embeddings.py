@@ -183,7 +183,7 @@ def test_stored_tensors_with_different_values_are_not_tied(tmp_path: Path) -> No
     before = stored(tmp_path / "tied")
     result = diagnose_embeddings(tmp_path / "tied", reinitialize=tmp_path / "mended")
     assert not result.measured["tied"]
-    assert [found["near_zero"] for found in result.measured["embeddings"]] == [[20], [30]]
+    assert [embedding["near_zero"] for embedding in result.measured["embeddings"]] == [[20], [30]]
     after = stored(tmp_path / "mended")
     changed = {
         name: (after[name] != before[name]).any(1).nonzero().flatten().tolist()

@@ -50,7 +50,7 @@ def test_max_model_len_counts_prompt_and_generated_tokens(engine: HFEngine, limi
     engine.capabilities = lambda: known
     generate = HFEngine(engine.model).generate
     # The engine stops at 20 tokens and ignores the request.
-    engine.generate = lambda prompts, sampling, **asked: generate(
+    engine.generate = lambda prompts, sampling, **options: generate(
         prompts, sampling, max_new_tokens=20 - len(prompts[0])
     )
     result = diagnose_max_model_len(engine, "tiny", PROMPT)
@@ -137,15 +137,18 @@ def test_precision_modes_are_compared_on_same_tokens(llama_checkpoint: Path) -> 
         "Eager and cuda graph mode lps with backend=eager (prompt lps)": False,
         "Eager and cuda graph mode lps with backend=eager (generation lps)": False,
     }
-    assert [comparison_["elements"] for comparison_ in result.measured["comparisons"][:2]] == [23 + 8, 12]
+    assert [comparison["elements"] for comparison in result.measured["comparisons"][:2]] == [23 + 8, 12]
     # The guide's code with both arrays. Shorter sequences are padded with NaN.
     lines = result.lines
     assert "Eager and cuda graph mode lps (prompt lps): PASSED - Arrays are close within tolerance" in "\n".join(lines)
-    place = lines.index("Eager and cuda graph mode lps with backend=eager (prompt lps): FAILED - Arrays are different")
-    assert lines[place - 1] == "=" * 100
-    assert lines[place + 1 : place + 3] == ["Detailed error:", "Not equal to tolerance rtol=0.001, atol=0.001"]
-    assert re.fullmatch(r"Mismatched elements: \d+ / 46 \(.*%\)", lines[place + 3])
-    arrays = [line.partition(":")[0] for line in lines[place:] if re.match("(ACTUAL|DESIRED): array", line)]
+    index = lines.index("Eager and cuda graph mode lps with backend=eager (prompt lps): FAILED - Arrays are different")
+    assert lines[index - 1] == "=" * 100
+    assert lines[index + 1 : index + 3] == [
+        "Detailed error:",
+        "Not equal to tolerance rtol=0.001, atol=0.001",
+    ]
+    assert re.fullmatch(r"Mismatched elements: \d+ / 46 \(.*%\)", lines[index + 3])
+    arrays = [line.partition(":")[0] for line in lines[index:] if re.match("(ACTUAL|DESIRED): array", line)]
     assert arrays == ["ACTUAL", "DESIRED"] * 2
 
 

@@ -33,7 +33,7 @@ def accelerator(**options) -> Accelerator:
 
 
 @edit()
-def save_model_and_transformers_loads(subject: Subject) -> Outcome:
+def save_model_loads_in_transformers(subject: Subject) -> Outcome:
     with torch.no_grad():
         subject.k.weight.mul_(2)
     accelerator().save_model(subject.model, subject.folder)
@@ -64,7 +64,7 @@ def save_model_without_safetensors(subject: Subject) -> Outcome:
 
 
 @edit()
-def load_checkpoint_into_a_model(subject: Subject) -> Outcome:
+def load_checkpoint_into_model(subject: Subject) -> Outcome:
     """Load a folder that the other library's model was saved to, with other weights."""
     other = subject.other()
     with torch.no_grad():
@@ -76,7 +76,7 @@ def load_checkpoint_into_a_model(subject: Subject) -> Outcome:
 
 
 @edit()
-def load_checkpoint_into_a_model_without_memory(subject: Subject) -> Outcome:
+def load_checkpoint_into_model_without_memory(subject: Subject) -> Outcome:
     subject.other().save_pretrained(subject.folder)
     with init_empty_weights():
         model = type(subject.model)(subject.model.config)
@@ -103,7 +103,7 @@ def training_state_is_saved_and_loaded(subject: Subject) -> Outcome:
 
 
 @edit()
-def a_prepared_model_trains(subject: Subject) -> Outcome:
+def prepared_model_trains(subject: Subject) -> Outcome:
     made = accelerator(gradient_accumulation_steps=2)
     model, optimizer = made.prepare(subject.model, torch.optim.SGD(subject.model.parameters(), lr=0.1))
     for tokens in (subject.input_ids, subject.input_ids.flip(1)):
@@ -116,7 +116,7 @@ def a_prepared_model_trains(subject: Subject) -> Outcome:
 
 
 @edit(half=True)
-def a_prepared_model_in_mixed_precision(subject: Subject) -> Outcome:
+def prepared_model_in_mixed_precision(subject: Subject) -> Outcome:
     made = accelerator(mixed_precision="bf16")
     model = made.prepare(subject.model)
     output = model(subject.input_ids, labels=subject.input_ids)
@@ -129,7 +129,7 @@ def a_prepared_model_in_mixed_precision(subject: Subject) -> Outcome:
 
 
 @edit()
-def offloaded_to_the_cpu(subject: Subject) -> Outcome:
+def offloaded_to_cpu(subject: Subject) -> Outcome:
     cpu_offload(subject.model, torch.device("cpu"))
     return {"logits": forward(subject), "again": forward(subject), "meta": on_meta(subject)}
 
@@ -155,7 +155,7 @@ def on_meta(subject: Subject) -> list[str]:
 
 
 @edit()
-def dispatched_with_a_layer_on_disk(subject: Subject) -> Outcome:
+def dispatched_with_layer_on_disk(subject: Subject) -> Outcome:
     device_map = {
         "model.embed_tokens": "cpu",
         "model.layers.0": "cpu",
@@ -172,7 +172,7 @@ def dispatched_with_a_layer_on_disk(subject: Subject) -> Outcome:
 
 
 @edit()
-def one_part_is_dispatched_to_disk(subject: Subject) -> Outcome:
+def one_linear_is_dispatched_to_disk(subject: Subject) -> Outcome:
     """q and k are in memory, v is not."""
     device_map = {name: "cpu" for name, module in subject.model.named_modules() if not list(module.children()) and name}
     device_map["model.layers.0.self_attn.v_proj"] = "disk"
@@ -183,7 +183,7 @@ def one_part_is_dispatched_to_disk(subject: Subject) -> Outcome:
 
 
 @edit()
-def a_hook_of_accelerate_on_a_part(subject: Subject) -> Outcome:
+def hook_of_accelerate_on_linear(subject: Subject) -> Outcome:
     class Doubling(ModelHook):
         def post_forward(self, module, output):
             return output * 2
@@ -195,7 +195,7 @@ def a_hook_of_accelerate_on_a_part(subject: Subject) -> Outcome:
 
 
 @edit()
-def a_device_map_is_inferred(subject: Subject) -> Outcome:
+def device_map_is_inferred(subject: Subject) -> Outcome:
     sizes = compute_module_sizes(subject.model)
     no_split = ["LlamaDecoderLayer"]
     limits = {0: sizes["model.layers.0"] + sizes["model.embed_tokens"] + 1000, "cpu": "1GB"}
@@ -222,7 +222,7 @@ def empty_weights_are_filled_by_name(subject: Subject) -> Outcome:
 
 
 @edit()
-def from_pretrained_with_a_device_map(subject: Subject) -> Outcome:
+def from_pretrained_with_device_map(subject: Subject) -> Outcome:
     subject.model.save_pretrained(subject.folder)
     loaded = type(subject.model).from_pretrained(subject.folder, device_map={"": "cpu"}, attn_implementation="eager")
     return {"step": step(subject, loaded), "version": accelerate.__version__, "values": values(loaded)}

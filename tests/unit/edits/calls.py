@@ -245,14 +245,14 @@ def reversed_parts(attention: nn.Module, x: torch.Tensor) -> tuple[torch.Tensor,
 
 
 @edit()
-def a_part_is_called_alone(subject: Subject) -> Outcome:
+def linear_is_called_alone(subject: Subject) -> Outcome:
     output = subject.k(subject.hidden_states())
     output.square().sum().backward()
     return {"output": output.detach(), "gradients": gradients(subject.model)}
 
 
 @edit()
-def all_parts_are_called_alone_on_one_input(subject: Subject) -> Outcome:
+def all_linears_are_called_alone_on_one_input(subject: Subject) -> Outcome:
     x = subject.hidden_states().requires_grad_()
     outputs = [part(x) for part in (subject.q, subject.k, subject.v)]
     sum(output.square().sum() for output in outputs).backward()
@@ -260,7 +260,7 @@ def all_parts_are_called_alone_on_one_input(subject: Subject) -> Outcome:
 
 
 @edit()
-def the_owner_is_called_alone(subject: Subject) -> Outcome:
+def parent_is_called_alone(subject: Subject) -> Outcome:
     x = subject.hidden_states().requires_grad_()
     output = subject.mlp(x)
     output.square().sum().backward()
@@ -268,7 +268,7 @@ def the_owner_is_called_alone(subject: Subject) -> Outcome:
 
 
 @edit()
-def the_owner_is_called_twice_on_one_input(subject: Subject) -> Outcome:
+def parent_is_called_twice_on_one_input(subject: Subject) -> Outcome:
     x = subject.hidden_states().requires_grad_()
     (subject.mlp(x) * subject.mlp(x)).sum().backward()
     return {"x": x.grad, "gradients": gradients(subject.model)}
@@ -292,7 +292,7 @@ def weights_change_between_two_calls_on_one_input(subject: Subject) -> Outcome:
 
 
 @edit()
-def a_part_is_called_after_the_owner_on_its_input(subject: Subject) -> Outcome:
+def linear_is_called_after_parent_on_its_input(subject: Subject) -> Outcome:
     x = subject.hidden_states()
     with torch.no_grad():
         first = subject.mlp(x)
@@ -301,14 +301,14 @@ def a_part_is_called_after_the_owner_on_its_input(subject: Subject) -> Outcome:
 
 
 @edit()
-def a_part_serves_in_another_owner(subject: Subject) -> Outcome:
+def linear_is_used_by_another_parent(subject: Subject) -> Outcome:
     """The second layer's MLP calls the first layer's `up_proj`."""
     subject.model.model.layers[1].mlp.up_proj = subject.up
     return step(subject)
 
 
 @edit()
-def an_owner_calls_its_neighbor_within_its_forward(subject: Subject) -> Outcome:
+def parent_calls_its_neighbor_within_its_forward(subject: Subject) -> Outcome:
     """The activation of the first MLP calls the second MLP's linears on another input."""
     layers = subject.model.model.layers
     activation = subject.mlp.act_fn
@@ -322,7 +322,7 @@ def an_owner_calls_its_neighbor_within_its_forward(subject: Subject) -> Outcome:
 
 
 @edit()
-def an_owner_runs_within_its_own_forward(subject: Subject) -> Outcome:
+def recursive_forward_of_parent(subject: Subject) -> Outcome:
     mlp, activation, depth = subject.mlp, subject.mlp.act_fn, []
 
     class Recursive(nn.Module):
@@ -356,17 +356,17 @@ def inputs_of_other_shapes(subject: Subject) -> Outcome:
 
 
 @edit(raises=RuntimeError)
-def an_input_of_the_wrong_size(subject: Subject) -> Outcome:
+def input_of_wrong_size(subject: Subject) -> Outcome:
     return subject.mlp(torch.zeros(2, 63))
 
 
 @edit(raises=RuntimeError)
-def an_input_of_the_wrong_dtype(subject: Subject) -> Outcome:
+def input_of_wrong_dtype(subject: Subject) -> Outcome:
     return subject.mlp(torch.zeros(2, 64, dtype=torch.float64))
 
 
 @edit()
-def the_model_runs_on_after_an_error_in_the_owner(subject: Subject) -> Outcome:
+def model_runs_after_error_in_parent(subject: Subject) -> Outcome:
     seen = []
     try:
         subject.mlp(torch.zeros(2, 63))
@@ -384,7 +384,7 @@ def embeddings_in_place_of_tokens(subject: Subject) -> Outcome:
 
 
 @edit()
-def the_owner_runs_over_chunks(subject: Subject) -> Outcome:
+def parent_runs_over_chunks(subject: Subject) -> Outcome:
     """Run three tokens per call, as for long sequences."""
     seen = []
 
@@ -398,7 +398,7 @@ def the_owner_runs_over_chunks(subject: Subject) -> Outcome:
 
 
 @edit()
-def a_parts_forward_is_replaced_while_its_owner_runs(subject: Subject) -> Outcome:
+def forward_of_linear_is_replaced_while_parent_runs(subject: Subject) -> Outcome:
     """The activation, which runs between the calls, replaces the forward. It stays replaced."""
     activation = subject.mlp.act_fn
 

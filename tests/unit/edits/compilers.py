@@ -39,7 +39,7 @@ def trained(call: Callable, module: nn.Module, x: torch.Tensor) -> Outcome:
 
 # Compiling the complete model takes ten seconds, so one row does. The others compile a parent module.
 @edit()
-def the_model_is_compiled(subject: Subject) -> Outcome:
+def model_is_compiled(subject: Subject) -> Outcome:
     model = Logits(subject.model)
     return {**trained(compiled(model), model, subject.input_ids), "not compiled": forward(subject)}
 
@@ -84,7 +84,7 @@ for backend in ("eager", "aot_eager"):
 
 
 @edit()
-def a_function_around_parts_is_compiled(subject: Subject) -> Outcome:
+def function_around_linears_is_compiled(subject: Subject) -> Outcome:
     call = compiled(lambda x: subject.q(x).relu() + subject.k(x).sum())
     return trained(call, subject.attention, subject.hidden_states())
 
@@ -102,13 +102,13 @@ def compiled_and_not_compiled_calls_take_turns(subject: Subject) -> Outcome:
 
 
 @edit()
-def compiled_with_a_hook_on_a_part(subject: Subject) -> Outcome:
+def compiled_with_hook_on_linear(subject: Subject) -> Outcome:
     subject.up.register_forward_hook(lambda module, args, output: output * 2)
     return trained(compiled(subject.mlp), subject.mlp, subject.hidden_states())
 
 
 @edit()
-def a_graph_break_in_the_activation(subject: Subject) -> Outcome:
+def graph_break_in_activation(subject: Subject) -> Outcome:
     """The parent module is compiled in pieces. Code between them is not compiled."""
     activation = subject.mlp.act_fn
     seen = []
@@ -153,7 +153,7 @@ def exported_and_loaded(subject: Subject) -> Outcome:
 
 
 @edit()
-def jit_trace_of_the_model(subject: Subject) -> Outcome:
+def jit_trace_of_model(subject: Subject) -> Outcome:
     traced = torch.jit.trace(Logits(subject.model), (subject.input_ids,))
     file = io.BytesIO()
     torch.jit.save(traced, file)
@@ -165,20 +165,20 @@ def jit_trace_of_the_model(subject: Subject) -> Outcome:
 
 
 @edit()
-def jit_trace_of_an_owner_trains(subject: Subject) -> Outcome:
+def jit_trace_of_parent_trains(subject: Subject) -> Outcome:
     traced = torch.jit.trace(subject.mlp, (subject.hidden_states(),))
     traced(subject.hidden_states(3)).square().sum().backward()
     return {"gradients": gradients(subject.mlp)}
 
 
 @edit()
-def jit_trace_of_a_part(subject: Subject) -> Outcome:
+def jit_trace_of_linear(subject: Subject) -> Outcome:
     traced = torch.jit.trace(subject.k, (subject.hidden_states(),))
     return {"output": traced(subject.hidden_states(3)).detach(), "names": list(traced.state_dict())}
 
 
 @edit()
-def make_fx_of_an_owner(subject: Subject) -> Outcome:
+def make_fx_of_parent(subject: Subject) -> Outcome:
     x = subject.hidden_states()
     graph = make_fx(subject.mlp)(x)
     with torch.no_grad():
@@ -187,7 +187,7 @@ def make_fx_of_an_owner(subject: Subject) -> Outcome:
 
 
 @edit()
-def make_fx_of_a_gradient(subject: Subject) -> Outcome:
+def make_fx_of_gradient(subject: Subject) -> Outcome:
     """Trace as compilers do for activation checkpointing: parameters are inputs of the graph."""
     state = {name: parameter.detach() for name, parameter in subject.mlp.named_parameters()}
 

@@ -87,7 +87,7 @@ for name, made_by in COPIES.items():
 
 
 @edit()
-def a_copy_of_a_copy(subject: Subject) -> Outcome:
+def copy_of_copy(subject: Subject) -> Outcome:
     copied = copy.deepcopy(through_pickle(copy.deepcopy(subject.model)))
     with torch.no_grad():
         copied.model.layers[1].mlp.gate_proj.weight.mul_(2)
@@ -95,7 +95,7 @@ def a_copy_of_a_copy(subject: Subject) -> Outcome:
 
 
 @edit()
-def a_shallow_copy(subject: Subject) -> Outcome:
+def shallow_copy(subject: Subject) -> Outcome:
     """A shallow copy shares its modules with the original, so the edit applies to both."""
     copied = copy.copy(subject.mlp)
     copied.up_proj.register_forward_hook(lambda module, args, output: output * 2)
@@ -103,7 +103,7 @@ def a_shallow_copy(subject: Subject) -> Outcome:
 
 
 @edit()
-def a_shallow_copy_with_a_part_of_its_own(subject: Subject) -> Outcome:
+def shallow_copy_with_separate_linear(subject: Subject) -> Outcome:
     copied = copy.copy(subject.mlp)
     copied._modules = dict(copied._modules)
     copied.up_proj = nn.Linear(64, 96, bias=False)
@@ -113,7 +113,7 @@ def a_shallow_copy_with_a_part_of_its_own(subject: Subject) -> Outcome:
 
 
 @edit()
-def a_copy_after_a_backward_pass(subject: Subject) -> Outcome:
+def copy_after_backward_pass(subject: Subject) -> Outcome:
     """Gradients are also copied."""
     step(subject)
     copied = copy.deepcopy(subject.model)
@@ -121,7 +121,7 @@ def a_copy_after_a_backward_pass(subject: Subject) -> Outcome:
 
 
 @edit()
-def a_copy_with_hooks(subject: Subject) -> Outcome:
+def copy_with_hooks(subject: Subject) -> Outcome:
     subject.k.register_forward_hook(doubled)
     return step(subject, copy.deepcopy(subject.model))
 
@@ -131,19 +131,19 @@ def doubled(module: nn.Module, args: tuple[torch.Tensor], output: torch.Tensor) 
 
 
 @edit()
-def a_pickle_with_hooks(subject: Subject) -> Outcome:
+def pickle_with_hooks(subject: Subject) -> Outcome:
     subject.up.register_forward_hook(doubled)
     return step(subject, through_pickle(subject.model))
 
 
 @edit()
-def a_copy_with_a_replaced_part(subject: Subject) -> Outcome:
+def copy_with_replaced_linear(subject: Subject) -> Outcome:
     subject.attention.q_proj = nn.Sequential(subject.q, nn.Tanh())
     return step(subject, copy.deepcopy(subject.model))
 
 
 @edit()
-def a_copy_with_frozen_and_cast_parts(subject: Subject) -> Outcome:
+def copy_with_frozen_and_cast_linears(subject: Subject) -> Outcome:
     subject.q.requires_grad_(False)
     subject.model.model.layers[1].mlp.double()
     copied = copy.deepcopy(subject.model)
@@ -151,7 +151,7 @@ def a_copy_with_frozen_and_cast_parts(subject: Subject) -> Outcome:
 
 
 @edit()
-def a_copy_that_shares_memory(subject: Subject) -> Outcome:
+def copy_that_shares_memory(subject: Subject) -> Outcome:
     """A deepcopy memo that contains the weights keeps them: the copy uses the original's weights."""
     memo = {id(parameter): parameter for parameter in subject.model.parameters()}
     copied = copy.deepcopy(subject.model, memo)
@@ -162,7 +162,7 @@ def a_copy_that_shares_memory(subject: Subject) -> Outcome:
 
 
 @edit()
-def a_copy_is_made_within_a_hook(subject: Subject) -> Outcome:
+def copy_is_made_within_hook(subject: Subject) -> Outcome:
     """Copy while the parent module runs."""
     copies = []
     activation = subject.mlp.act_fn
@@ -182,7 +182,7 @@ def a_copy_is_made_within_a_hook(subject: Subject) -> Outcome:
 
 
 @edit()
-def the_model_is_saved_while_it_runs(subject: Subject) -> Outcome:
+def model_is_saved_while_it_runs(subject: Subject) -> Outcome:
     """An activation saves the complete model, as monitoring code may do."""
     saved = []
 

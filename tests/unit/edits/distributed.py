@@ -96,7 +96,7 @@ def dcp_gives_flat_optimizer_states(subject: Subject) -> Outcome:
 
 
 @edit(dtype=torch.float64)
-def dcp_sets_state_dicts_of_the_other_library(subject: Subject) -> Outcome:
+def dcp_sets_state_dicts_of_other_library(subject: Subject) -> Outcome:
     first, second = adamw(subject.model), None
     trained(subject, subject.model, first)
     other = subject.other()
@@ -109,7 +109,7 @@ def dcp_sets_state_dicts_of_the_other_library(subject: Subject) -> Outcome:
 
 
 @edit(dtype=torch.float64)
-def dcp_files_are_loaded_by_the_other_library(subject: Subject) -> Outcome:
+def dcp_files_are_loaded_by_other_library(subject: Subject) -> Outcome:
     optimizer = adamw(subject.model)
     trained(subject, subject.model, optimizer)
     state = dict(zip(("model", "optimizer"), get_state_dict(subject.model, optimizer), strict=True))
@@ -126,7 +126,7 @@ def dcp_files_are_loaded_by_the_other_library(subject: Subject) -> Outcome:
 
 
 @edit()
-def dcp_of_what_trains_only(subject: Subject) -> Outcome:
+def dcp_of_trainable_parameters_only(subject: Subject) -> Outcome:
     subject.model.requires_grad_(False)
     subject.v.requires_grad_(True)
     options = StateDictOptions(full_state_dict=True, ignore_frozen_params=True)
@@ -169,7 +169,7 @@ def ddp_finds_parameters_that_are_not_used(subject: Subject) -> Outcome:
 
 @edit()
 @in_a_world
-def ddp_with_a_frozen_part(subject: Subject) -> Outcome:
+def ddp_with_frozen_linear(subject: Subject) -> Outcome:
     subject.k.requires_grad_(False)
     model = DistributedDataParallel(subject.model)
     with model.no_sync():
@@ -180,7 +180,7 @@ def ddp_with_a_frozen_part(subject: Subject) -> Outcome:
 
 @edit()
 @in_a_world
-def ddp_with_a_hook_on_its_communication(subject: Subject) -> Outcome:
+def ddp_with_hook_on_its_communication(subject: Subject) -> Outcome:
     """Gradients are halved during communication."""
 
     def hook(state, bucket):  # DDP reads annotations, but not strings
@@ -213,7 +213,7 @@ def fsdp2_trains(subject: Subject) -> Outcome:
 
 @edit()
 @in_a_world
-def fsdp2_of_parts(subject: Subject) -> Outcome:
+def fsdp2_of_linears(subject: Subject) -> Outcome:
     """Each linear is a separate FSDP unit: q is gathered when k is not."""
     mesh = init_device_mesh("cpu", (1,))
     for part in (subject.q, subject.k, subject.v, subject.up):

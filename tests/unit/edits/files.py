@@ -33,30 +33,30 @@ def saved_by_the_other(subject: Subject, scale: float = 1.5) -> dict[str, torch.
 
 
 @edit()
-def the_state_dict(subject: Subject) -> Outcome:
+def complete_state_dict(subject: Subject) -> Outcome:
     return subject.model.state_dict()
 
 
 @edit()
-def the_state_dict_of_a_layer(subject: Subject) -> Outcome:
+def state_dict_of_layer(subject: Subject) -> Outcome:
     return subject.model.model.layers[1].state_dict(prefix="mine.", keep_vars=True)
 
 
 @edit()
-def the_state_dict_is_the_memory(subject: Subject) -> Outcome:
+def state_dict_shares_memory(subject: Subject) -> Outcome:
     """Editing a tensor of the state dict edits the model."""
     subject.model.state_dict()["model.layers.0.self_attn.k_proj.weight"].mul_(2)
     return step(subject)
 
 
 @edit()
-def another_models_state_dict_is_loaded(subject: Subject) -> Outcome:
+def state_dict_of_another_model_is_loaded(subject: Subject) -> Outcome:
     subject.model.load_state_dict(saved_by_the_other(subject))
     return step(subject)
 
 
 @edit()
-def another_models_state_dict_is_assigned(subject: Subject) -> Outcome:
+def state_dict_of_another_model_is_assigned(subject: Subject) -> Outcome:
     state_dict = saved_by_the_other(subject)
     subject.model.load_state_dict(state_dict, assign=True)
     outcome = step(subject)
@@ -66,58 +66,58 @@ def another_models_state_dict_is_assigned(subject: Subject) -> Outcome:
 
 
 @edit()
-def half_a_state_dict_is_loaded(subject: Subject) -> Outcome:
+def partial_state_dict_is_loaded(subject: Subject) -> Outcome:
     state_dict = {name: tensor for name, tensor in saved_by_the_other(subject).items() if "q_proj" in name}
-    found = subject.model.load_state_dict({**state_dict, "unknown": torch.zeros(1)}, strict=False)
-    return {**step(subject), "missing": found.missing_keys, "unexpected": found.unexpected_keys}
+    result = subject.model.load_state_dict({**state_dict, "unknown": torch.zeros(1)}, strict=False)
+    return {**step(subject), "missing": result.missing_keys, "unexpected": result.unexpected_keys}
 
 
 @edit()
-def the_inner_models_state_dict_is_loaded(subject: Subject) -> Outcome:
+def state_dict_of_inner_model_is_loaded(subject: Subject) -> Outcome:
     inner = {
         name.removeprefix("model."): tensor
         for name, tensor in saved_by_the_other(subject).items()
         if name.startswith("model.")
     }
-    found = subject.model.model.load_state_dict(inner, strict=False)
-    return {**step(subject), "missing": found.missing_keys, "unexpected": found.unexpected_keys}
+    result = subject.model.model.load_state_dict(inner, strict=False)
+    return {**step(subject), "missing": result.missing_keys, "unexpected": result.unexpected_keys}
 
 
 @edit()
-def a_layers_state_dict_is_loaded(subject: Subject) -> Outcome:
+def state_dict_of_layer_is_loaded(subject: Subject) -> Outcome:
     layers = subject.model.model.layers
     layers[0].load_state_dict(subject.other().model.layers[1].state_dict())
     return step(subject)
 
 
 @edit()
-def a_parts_state_dict_is_loaded(subject: Subject) -> Outcome:
+def state_dict_of_linear_is_loaded(subject: Subject) -> Outcome:
     subject.k.load_state_dict(subject.other().model.layers[1].self_attn.k_proj.state_dict())
     return step(subject)
 
 
 @edit()
-def a_parts_state_dict_is_assigned(subject: Subject) -> Outcome:
+def state_dict_of_linear_is_assigned(subject: Subject) -> Outcome:
     subject.up.load_state_dict({"weight": torch.full((96, 64), 0.01)}, assign=True)
     return step(subject)
 
 
 @edit(raises=RuntimeError)
-def a_state_dict_that_lacks_a_part(subject: Subject) -> Outcome:
+def state_dict_that_lacks_linear(subject: Subject) -> Outcome:
     state_dict = subject.model.state_dict()
     del state_dict["model.layers.0.self_attn.k_proj.weight"]
     subject.model.load_state_dict(state_dict)
 
 
 @edit(raises=RuntimeError)
-def a_state_dict_of_the_wrong_shape(subject: Subject) -> Outcome:
+def state_dict_of_wrong_shape(subject: Subject) -> Outcome:
     state_dict = subject.model.state_dict()
     state_dict["model.layers.0.self_attn.k_proj.weight"] = torch.zeros(3, 64)
     subject.model.load_state_dict(state_dict)
 
 
 @edit()
-def a_state_dict_is_loaded_after_edits(subject: Subject) -> Outcome:
+def state_dict_is_loaded_after_edits(subject: Subject) -> Outcome:
     """Load after replacing data, replacing a linear and casting a linear. The values arrive in the right parameters."""
     subject.q.weight.data = subject.q.weight.data.clone()
     subject.attention.v_proj = nn.Linear(64, 32, bias=False)
@@ -127,13 +127,13 @@ def a_state_dict_is_loaded_after_edits(subject: Subject) -> Outcome:
 
 
 @edit()
-def a_state_dict_of_half_precision_is_loaded(subject: Subject) -> Outcome:
+def state_dict_of_half_precision_is_loaded(subject: Subject) -> Outcome:
     subject.model.load_state_dict({name: tensor.bfloat16() for name, tensor in saved_by_the_other(subject).items()})
     return step(subject)
 
 
 @edit()
-def a_state_dict_of_half_precision_is_assigned_to_one_part(subject: Subject) -> Outcome:
+def state_dict_of_half_precision_is_assigned_to_one_linear(subject: Subject) -> Outcome:
     subject.k.load_state_dict({"weight": subject.k.weight.detach().bfloat16()}, assign=True)
     subject.k.register_forward_pre_hook(lambda module, args: (args[0].bfloat16(),))
     subject.k.register_forward_hook(lambda module, args, output: output.float())
@@ -166,7 +166,7 @@ def conversions_overwrite_parameters(subject: Subject) -> Outcome:
 
 
 @edit()
-def save_pretrained_and_the_other_library_loads(subject: Subject) -> Outcome:
+def save_pretrained_and_other_library_loads(subject: Subject) -> Outcome:
     with torch.no_grad():
         subject.k.weight.mul_(2)
     subject.model.save_pretrained(subject.folder)
@@ -182,7 +182,7 @@ def save_pretrained_in_shards(subject: Subject) -> Outcome:
 
 
 @edit()
-def save_pretrained_with_a_state_dict(subject: Subject) -> Outcome:
+def save_pretrained_with_state_dict(subject: Subject) -> Outcome:
     subject.model.save_pretrained(subject.folder, state_dict=saved_by_the_other(subject))
     return stored(subject.folder)
 
@@ -206,18 +206,18 @@ def save_pretrained_with_experts_as_in_memory(subject: Subject) -> Outcome:
 
 
 @edit()
-def safetensors_saves_the_model(subject: Subject) -> Outcome:
+def safetensors_saves_model(subject: Subject) -> Outcome:
     """safetensors finds tensors that share memory, and drops all but one."""
     file = subject.folder / "model.safetensors"
     safetensors.torch.save_model(subject.model, file)
     with torch.no_grad():
         subject.q.weight.zero_()
-    found = safetensors.torch.load_model(subject.model, file)
-    return {"files": stored(subject.folder), "found": [sorted(each) for each in found], "step": step(subject)}
+    loaded = safetensors.torch.load_model(subject.model, file)
+    return {"files": stored(subject.folder), "loaded": [sorted(each) for each in loaded], "step": step(subject)}
 
 
 @edit()
-def safetensors_saves_the_state_dict(subject: Subject) -> Outcome:
+def safetensors_saves_state_dict(subject: Subject) -> Outcome:
     safetensors.torch.save_file(subject.model.state_dict(), subject.folder / "model.safetensors")
     return stored(subject.folder)
 
@@ -230,7 +230,7 @@ def safetensors_saves_gradients(subject: Subject) -> Outcome:
 
 
 @edit()
-def torch_saves_the_state_dict(subject: Subject) -> Outcome:
+def torch_saves_state_dict(subject: Subject) -> Outcome:
     file = subject.folder / "model.pt"
     torch.save(subject.model.state_dict(), file)
     loaded = torch.load(file, mmap=True)
@@ -240,7 +240,7 @@ def torch_saves_the_state_dict(subject: Subject) -> Outcome:
 
 
 @edit()
-def torch_saves_one_part(subject: Subject) -> Outcome:
+def torch_saves_one_linear(subject: Subject) -> Outcome:
     """The file contains the linear's weight only, not the shared buffer."""
     file = subject.folder / "part.pt"
     torch.save(subject.k.state_dict(), file)
@@ -256,7 +256,7 @@ def torch_saves_one_gradient(subject: Subject) -> Outcome:
 
 
 @edit()
-def the_model_is_built_on_meta_and_assigned(subject: Subject) -> Outcome:
+def model_is_built_on_meta_and_assigned(subject: Subject) -> Outcome:
     state_dict = {name: tensor.clone() for name, tensor in saved_by_the_other(subject).items()}
     with torch.device("meta"):
         model = type(subject.model)(subject.model.config)
@@ -266,7 +266,7 @@ def the_model_is_built_on_meta_and_assigned(subject: Subject) -> Outcome:
 
 
 @edit()
-def weights_are_copied_by_name_from_the_other_library(subject: Subject) -> Outcome:
+def weights_are_copied_by_name_from_other_library(subject: Subject) -> Outcome:
     """Copy weights as trainers do: `named_parameters` of one model, `copy_` into the other."""
     other = dict(subject.other().named_parameters())
     with torch.no_grad():
@@ -276,7 +276,7 @@ def weights_are_copied_by_name_from_the_other_library(subject: Subject) -> Outco
 
 
 @edit()
-def weights_of_an_engine_are_exchanged_by_name(subject: Subject) -> Outcome:
+def weights_of_engine_are_exchanged_by_name(subject: Subject) -> Outcome:
     """Set weights as engines do: find the module by name and assign `data`."""
     for name, tensor in saved_by_the_other(subject).items():
         module_name, _, kind = name.rpartition(".")

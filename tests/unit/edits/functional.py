@@ -52,7 +52,7 @@ def functional_call_of_old(subject: Subject) -> Outcome:
 
 
 @edit()
-def functional_call_of_one_part(subject: Subject) -> Outcome:
+def functional_call_of_one_linear(subject: Subject) -> Outcome:
     x = subject.hidden_states()
     return {"output": func.functional_call(subject.v, {"weight": torch.full((32, 64), 0.1)}, x), "then": subject.v(x)}
 
@@ -68,12 +68,12 @@ def functional_call_with_weights_that_are_outputs(subject: Subject) -> Outcome:
 
 
 @edit()
-def grad_of_the_loss(subject: Subject) -> Outcome:
+def grad_of_loss(subject: Subject) -> Outcome:
     return func.grad(loss_of)(parameters_of(subject.model), subject, subject.input_ids[0])
 
 
 @edit()
-def grad_with_a_value(subject: Subject) -> Outcome:
+def grad_with_value(subject: Subject) -> Outcome:
     state = parameters_of(subject.model)
     found, value = func.grad_and_value(loss_of)(state, subject, subject.input_ids[0])
     return {"gradients": found, "loss": value}
@@ -88,21 +88,21 @@ def gradients_of_each_sample(subject: Subject) -> Outcome:
 
 
 @edit()
-def an_owner_over_a_batch(subject: Subject) -> Outcome:
+def parent_over_batch(subject: Subject) -> Outcome:
     """vmap over inputs: the linears run inside a batching transform."""
     x = subject.hidden_states()
     return {"output": func.vmap(subject.mlp)(x).detach(), "in another dimension": func.vmap(subject.mlp, 1)(x).detach()}
 
 
 @edit()
-def a_batch_that_trains(subject: Subject) -> Outcome:
+def batch_that_trains(subject: Subject) -> Outcome:
     x = subject.hidden_states().requires_grad_()
     func.vmap(subject.mlp)(x).square().sum().backward()
     return {"x": x.grad, "gradients": gradients(subject.mlp)}
 
 
 @edit()
-def an_ensemble_of_owners(subject: Subject) -> Outcome:
+def ensemble_of_parents(subject: Subject) -> Outcome:
     """Stack the parameters of several modules, and run all of them in one call."""
     modules = [subject.mlp, subject.model.model.layers[1].mlp, subject.new().model.layers[0].mlp]
     parameters, buffers = func.stack_module_state(modules)
@@ -115,7 +115,7 @@ def an_ensemble_of_owners(subject: Subject) -> Outcome:
 
 
 @edit()
-def weights_that_are_stacked(subject: Subject) -> Outcome:
+def stacked_weights(subject: Subject) -> Outcome:
     weights = torch.stack([subject.up.weight.detach() * scale for scale in (1.0, 2.0, 3.0)])
     x = subject.hidden_states()
     call = func.vmap(lambda weight: func.functional_call(subject.mlp, {"up_proj.weight": weight}, x))
@@ -123,7 +123,7 @@ def weights_that_are_stacked(subject: Subject) -> Outcome:
 
 
 @edit()
-def jvp_of_the_model_by_its_weights(subject: Subject) -> Outcome:
+def jvp_of_model_by_its_weights(subject: Subject) -> Outcome:
     state = parameters_of(subject.model)
     tangents = {name: torch.ones_like(tensor) * 0.01 for name, tensor in state.items()}
     output, tangent = func.jvp(lambda state: logits_of(subject, state), (state,), (tangents,))
@@ -131,27 +131,27 @@ def jvp_of_the_model_by_its_weights(subject: Subject) -> Outcome:
 
 
 @edit()
-def jvp_of_an_owner_by_its_input(subject: Subject) -> Outcome:
+def jvp_of_parent_by_its_input(subject: Subject) -> Outcome:
     x = subject.hidden_states()
     output, tangent = func.jvp(subject.mlp, (x,), (torch.ones_like(x),))
     return {"output": output.detach(), "tangent": tangent.detach()}
 
 
 @edit()
-def linearize_an_owner(subject: Subject) -> Outcome:
+def linearize_parent(subject: Subject) -> Outcome:
     x = subject.hidden_states()
     output, by_tangent = func.linearize(subject.mlp, x)
     return {"output": output.detach(), "tangent": by_tangent(torch.ones_like(x)).detach()}
 
 
 @edit()
-def vjp_of_the_model_by_its_weights(subject: Subject) -> Outcome:
+def vjp_of_model_by_its_weights(subject: Subject) -> Outcome:
     output, back = func.vjp(lambda state: logits_of(subject, state), parameters_of(subject.model))
     return {"output": output, "gradients": back(torch.ones_like(output))[0]}
 
 
 @edit()
-def vjp_of_an_owner_by_its_input(subject: Subject) -> Outcome:
+def vjp_of_parent_by_its_input(subject: Subject) -> Outcome:
     output, back = func.vjp(subject.mlp, subject.hidden_states())
     return {"output": output.detach(), "gradient": back(torch.ones_like(output))[0].detach()}
 
@@ -167,7 +167,7 @@ def jacobian_by_columns(subject: Subject) -> Outcome:
 
 
 @edit()
-def hessian_by_the_input(subject: Subject) -> Outcome:
+def hessian_by_input(subject: Subject) -> Outcome:
     x = subject.hidden_states()[0, 0]
     return {"hessian": func.hessian(lambda x: subject.mlp(x).square().sum())(x).detach()}
 
@@ -181,7 +181,7 @@ def jacobian_by_autograd(subject: Subject) -> Outcome:
 
 
 @edit()
-def a_backward_pass_of_many_gradients_at_once(subject: Subject) -> Outcome:
+def backward_pass_of_many_gradients_at_once(subject: Subject) -> Outcome:
     x = subject.hidden_states().requires_grad_()
     output = subject.mlp(x)
     directions = torch.randn(3, *output.shape, generator=torch.Generator().manual_seed(4))
@@ -190,7 +190,7 @@ def a_backward_pass_of_many_gradients_at_once(subject: Subject) -> Outcome:
 
 
 @edit()
-def attention_parts_under_vmap(subject: Subject) -> Outcome:
+def attention_linears_under_vmap(subject: Subject) -> Outcome:
     """Run the complete attention on stacked inputs."""
     x = torch.stack([subject.hidden_states(2), subject.hidden_states(3)])
     positions = torch.arange(7)[None].expand(2, 7)
@@ -200,7 +200,7 @@ def attention_parts_under_vmap(subject: Subject) -> Outcome:
 
 
 @edit()
-def the_fisher_information_of_one_part(subject: Subject) -> Outcome:
+def fisher_information_of_one_linear(subject: Subject) -> Outcome:
     """Square the per-sample gradients of `k_proj` only."""
     name = "model.layers.0.self_attn.k_proj.weight"
 

@@ -109,25 +109,25 @@ def optimizer_in_backward(subject: Subject, part: nn.Linear) -> Outcome:
 
 
 @edit()
-def a_forward_hook_scales_the_output_in_place(subject: Subject) -> Outcome:
+def forward_hook_scales_output_in_place(subject: Subject) -> Outcome:
     subject.q.register_forward_hook(lambda module, args, output: output.mul_(2))
     return step(subject)
 
 
 @edit()
-def a_pre_hook_with_keywords_replaces_the_input(subject: Subject) -> Outcome:
+def pre_hook_with_keywords_replaces_input(subject: Subject) -> Outcome:
     subject.k.register_forward_pre_hook(lambda module, args, kwargs: ((args[0] - 1,), kwargs), with_kwargs=True)
     return step(subject)
 
 
 @edit()
-def a_pre_hook_with_keywords_passes_the_input_by_name(subject: Subject) -> Outcome:
+def pre_hook_with_keywords_passes_input_by_name(subject: Subject) -> Outcome:
     subject.v.register_forward_pre_hook(lambda module, args, kwargs: ((), {"input": args[0] * 2}), with_kwargs=True)
     return step(subject)
 
 
 @edit()
-def a_forward_hook_with_keywords_on_attention(subject: Subject) -> Outcome:
+def forward_hook_with_keywords_on_attention(subject: Subject) -> Outcome:
     seen = []
 
     def hook(module, args, kwargs, output):
@@ -139,7 +139,7 @@ def a_forward_hook_with_keywords_on_attention(subject: Subject) -> Outcome:
 
 
 @edit()
-def hooks_run_in_the_order_that_is_asked_for(subject: Subject) -> Outcome:
+def hooks_run_in_requested_order(subject: Subject) -> Outcome:
     seen = []
     for name in ("first", "second"):
         subject.gate.register_forward_hook(lambda *args, name=name: seen.append(name))
@@ -148,7 +148,7 @@ def hooks_run_in_the_order_that_is_asked_for(subject: Subject) -> Outcome:
 
 
 @edit()
-def a_pre_hook_of_v_scales_the_weight_of_k(subject: Subject) -> Outcome:
+def pre_hook_of_v_scales_weight_of_k(subject: Subject) -> Outcome:
     def hook(module: nn.Module, args: tuple[torch.Tensor]) -> None:
         subject.k.weight.data.mul_(1.5)
 
@@ -157,7 +157,7 @@ def a_pre_hook_of_v_scales_the_weight_of_k(subject: Subject) -> Outcome:
 
 
 @edit(raises=RuntimeError)
-def a_pre_hook_of_v_edits_the_weight_that_k_has_saved(subject: Subject) -> Outcome:
+def pre_hook_of_v_edits_weight_that_k_has_saved(subject: Subject) -> Outcome:
     def hook(module: nn.Module, args: tuple[torch.Tensor]) -> None:
         with torch.no_grad():
             subject.k.weight.mul_(1.5)
@@ -167,7 +167,7 @@ def a_pre_hook_of_v_edits_the_weight_that_k_has_saved(subject: Subject) -> Outco
 
 
 @edit()
-def a_hook_that_removes_itself(subject: Subject) -> Outcome:
+def hook_that_removes_itself(subject: Subject) -> Outcome:
     seen = []
 
     def hook(module, args, output):
@@ -180,7 +180,7 @@ def a_hook_that_removes_itself(subject: Subject) -> Outcome:
 
 
 @edit()
-def a_hook_that_is_removed_between_forward_and_backward(subject: Subject) -> Outcome:
+def hook_that_is_removed_between_forward_and_backward(subject: Subject) -> Outcome:
     seen = []
     handle = subject.k.register_full_backward_hook(lambda module, of_input, of_output: seen.append(of_output[0]))
     loss = subject.model(input_ids=subject.input_ids, labels=subject.input_ids, use_cache=False).loss
@@ -190,7 +190,7 @@ def a_hook_that_is_removed_between_forward_and_backward(subject: Subject) -> Out
 
 
 @edit()
-def a_hook_added_while_the_owner_runs(subject: Subject) -> Outcome:
+def hook_added_while_parent_runs(subject: Subject) -> Outcome:
     """The MLP's activation runs between its linears: it adds a hook to `up_proj` before that runs."""
     activation = subject.mlp.act_fn
 
@@ -205,25 +205,25 @@ def a_hook_added_while_the_owner_runs(subject: Subject) -> Outcome:
 
 
 @edit()
-def a_hook_on_the_owner_replaces_its_input(subject: Subject) -> Outcome:
+def hook_on_parent_replaces_its_input(subject: Subject) -> Outcome:
     subject.mlp.register_forward_pre_hook(lambda module, args: (args[0] + 0.5,))
     return step(subject)
 
 
 @edit()
-def a_hook_on_the_owner_replaces_its_output(subject: Subject) -> Outcome:
+def hook_on_parent_replaces_its_output(subject: Subject) -> Outcome:
     subject.mlp.register_forward_hook(lambda module, args, output: output * 0.5)
     return step(subject)
 
 
 @edit()
-def a_backward_hook_on_the_owner(subject: Subject) -> Outcome:
+def backward_hook_on_parent(subject: Subject) -> Outcome:
     subject.mlp.register_full_backward_hook(lambda module, of_input, of_output: (of_input[0] * 2,))
     return step(subject)
 
 
 @edit()
-def a_hook_that_raises(subject: Subject) -> Outcome:
+def hook_that_raises(subject: Subject) -> Outcome:
     def hook(module, args, output):
         raise ValueError("stop")
 
@@ -237,7 +237,7 @@ def a_hook_that_raises(subject: Subject) -> Outcome:
 
 
 @edit()
-def a_hook_that_always_runs(subject: Subject) -> Outcome:
+def hook_that_always_runs(subject: Subject) -> Outcome:
     seen = []
     subject.v.register_forward_hook(lambda *args: seen.append("ran"), always_call=True)
     subject.v.register_forward_pre_hook(lambda module, args: (args[0][..., :3],))
@@ -249,7 +249,7 @@ def a_hook_that_always_runs(subject: Subject) -> Outcome:
 
 
 @edit()
-def a_pre_hook_calls_another_part_on_the_same_input(subject: Subject) -> Outcome:
+def pre_hook_calls_another_linear_on_same_input(subject: Subject) -> Outcome:
     seen = []
     subject.k.register_forward_pre_hook(lambda module, args: seen.append(subject.q(args[0]).detach()))
     return {**step(subject), "seen": seen}
@@ -281,7 +281,7 @@ def gradients_of_all_linears_are_collected(subject: Subject) -> Outcome:
 
 
 @edit()
-def gradients_are_averaged_as_a_distributed_optimizer_does(subject: Subject) -> Outcome:
+def gradients_are_averaged_in_accumulate_grad_hooks(subject: Subject) -> Outcome:
     """Register a hook on each parameter's AccumulateGrad node, as DDP and Apex do."""
     seen = []
     nodes = []
@@ -293,7 +293,7 @@ def gradients_are_averaged_as_a_distributed_optimizer_does(subject: Subject) -> 
 
 
 @edit()
-def a_hook_when_all_gradients_of_a_group_are_there(subject: Subject) -> Outcome:
+def hook_after_all_gradients_of_group(subject: Subject) -> Outcome:
     seen = []
     weights = [subject.q.weight, subject.k.weight, subject.v.weight]
     torch.autograd.graph.register_multi_grad_hook(weights, lambda of_weights: seen.extend(of_weights))
@@ -301,7 +301,7 @@ def a_hook_when_all_gradients_of_a_group_are_there(subject: Subject) -> Outcome:
 
 
 @edit()
-def post_accumulate_hooks_run_once_a_parameter(subject: Subject) -> Outcome:
+def post_accumulate_hooks_run_once_per_parameter(subject: Subject) -> Outcome:
     seen = []
     for name, parameter in subject.model.named_parameters():
         parameter.register_post_accumulate_grad_hook(lambda weight, name=name: seen.append((name, weight.grad.clone())))
@@ -309,7 +309,7 @@ def post_accumulate_hooks_run_once_a_parameter(subject: Subject) -> Outcome:
 
 
 @edit()
-def a_hook_on_the_node_of_an_output(subject: Subject) -> Outcome:
+def hook_on_node_of_output(subject: Subject) -> Outcome:
     def hook(module, args, output):
         output.grad_fn.register_prehook(lambda of_output: tuple(gradient * 2 for gradient in of_output))
 
@@ -334,7 +334,7 @@ def outputs_retain_their_gradients(subject: Subject) -> Outcome:
 
 
 @edit()
-def a_global_forward_hook_scales_the_outputs_of_linears(subject: Subject) -> Outcome:
+def global_forward_hook_scales_outputs_of_linears(subject: Subject) -> Outcome:
     handle = global_hooks.register_module_forward_hook(
         lambda module, args, output: output * 1.1 if isinstance(module, nn.Linear) else None
     )
@@ -343,7 +343,7 @@ def a_global_forward_hook_scales_the_outputs_of_linears(subject: Subject) -> Out
 
 
 @edit()
-def a_global_pre_hook_counts_the_calls_of_each_module(subject: Subject) -> Outcome:
+def global_pre_hook_counts_calls_of_each_module(subject: Subject) -> Outcome:
     names = {module: name for name, module in subject.model.named_modules()}
     seen = []
     with global_hooks.register_module_forward_pre_hook(lambda module, args: seen.append(names[module])):
@@ -351,7 +351,7 @@ def a_global_pre_hook_counts_the_calls_of_each_module(subject: Subject) -> Outco
 
 
 @edit()
-def a_global_pre_hook_scales_the_inputs_of_linears(subject: Subject) -> Outcome:
+def global_pre_hook_scales_inputs_of_linears(subject: Subject) -> Outcome:
     handle = global_hooks.register_module_forward_pre_hook(
         lambda module, args: (args[0] * 1.1,) if isinstance(module, nn.Linear) else None
     )
@@ -360,7 +360,7 @@ def a_global_pre_hook_scales_the_inputs_of_linears(subject: Subject) -> Outcome:
 
 
 @edit()
-def a_global_backward_hook(subject: Subject) -> Outcome:
+def global_backward_hook(subject: Subject) -> Outcome:
     handle = global_hooks.register_module_full_backward_hook(
         lambda module, of_input, of_output: (of_input[0] * 1.5,) if isinstance(module, nn.Linear) else None
     )
@@ -369,7 +369,7 @@ def a_global_backward_hook(subject: Subject) -> Outcome:
 
 
 @edit()
-def a_global_hook_on_registration_of_parameters(subject: Subject) -> Outcome:
+def global_hook_on_registration_of_parameters(subject: Subject) -> Outcome:
     seen = []
 
     def hook(module, name, parameter):
@@ -384,7 +384,7 @@ def a_global_hook_on_registration_of_parameters(subject: Subject) -> Outcome:
 
 
 @edit()
-def a_hook_on_the_state_dict_of_a_part(subject: Subject) -> Outcome:
+def hook_on_state_dict_of_linear(subject: Subject) -> Outcome:
     def hook(module, state_dict, prefix, metadata):
         state_dict[f"{prefix}doubled"] = state_dict[f"{prefix}weight"] * 2
 
@@ -393,7 +393,7 @@ def a_hook_on_the_state_dict_of_a_part(subject: Subject) -> Outcome:
 
 
 @edit()
-def a_hook_before_a_part_is_loaded(subject: Subject) -> Outcome:
+def hook_before_linear_is_loaded(subject: Subject) -> Outcome:
     def hook(module, state_dict, prefix, *args):
         state_dict[f"{prefix}weight"] = state_dict[f"{prefix}weight"] * 2
 
@@ -403,7 +403,7 @@ def a_hook_before_a_part_is_loaded(subject: Subject) -> Outcome:
 
 
 @edit()
-def a_hook_after_a_part_is_loaded(subject: Subject) -> Outcome:
+def hook_after_linear_is_loaded(subject: Subject) -> Outcome:
     seen = []
     subject.v.register_load_state_dict_post_hook(lambda module, keys: seen.append(list(keys.missing_keys)))
     state_dict = subject.model.state_dict()
@@ -423,7 +423,7 @@ def replaced_forward(subject: Subject, part: nn.Linear) -> Outcome:
 
 
 @edit()
-def nn_linear_is_patched_for_everyone(subject: Subject) -> Outcome:
+def nn_linear_is_patched_globally(subject: Subject) -> Outcome:
     original = nn.Linear.forward
     nn.Linear.forward = lambda self, x: original(self, x) * 1.1
     try:
@@ -433,7 +433,7 @@ def nn_linear_is_patched_for_everyone(subject: Subject) -> Outcome:
 
 
 @edit()
-def functional_linear_is_patched_for_everyone(subject: Subject) -> Outcome:
+def functional_linear_is_patched_globally(subject: Subject) -> Outcome:
     original = nn.functional.linear
     nn.functional.linear = lambda *args, **kwargs: original(*args, **kwargs) * 1.1
     try:
@@ -443,6 +443,6 @@ def functional_linear_is_patched_for_everyone(subject: Subject) -> Outcome:
 
 
 @edit(raises=RuntimeError)
-def a_pre_hook_of_k_edits_the_input_that_q_has_saved(subject: Subject) -> Outcome:
+def pre_hook_of_k_edits_input_that_q_has_saved(subject: Subject) -> Outcome:
     subject.k.register_forward_pre_hook(lambda module, args: (args[0].mul_(2),))
     return step(subject)

@@ -95,7 +95,7 @@ for part in ("gate_proj", "up_proj"):
 
 
 @edit()
-def no_grad_on_both_parts(subject: Subject) -> Outcome:
+def no_grad_on_both_linears(subject: Subject) -> Outcome:
     def replacement(mlp: nn.Module, x: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
             gate, up = mlp.gate_proj(x), mlp.up_proj(x)
@@ -105,7 +105,7 @@ def no_grad_on_both_parts(subject: Subject) -> Outcome:
 
 
 @edit()
-def grad_switched_off_by_the_activation(subject: Subject) -> Outcome:
+def grad_switched_off_by_activation(subject: Subject) -> Outcome:
     """The activation, which runs between the linears, disables gradients and does not enable them again."""
     activation = subject.mlp.act_fn
 
@@ -124,7 +124,7 @@ def grad_switched_off_by_the_activation(subject: Subject) -> Outcome:
 
 
 @edit()
-def enable_grad_on_one_part_of_a_model_without_graph(subject: Subject) -> Outcome:
+def enable_grad_on_one_linear_of_model_without_graph(subject: Subject) -> Outcome:
     seen = {}
 
     def replacement(mlp: nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -139,17 +139,17 @@ def enable_grad_on_one_part_of_a_model_without_graph(subject: Subject) -> Outcom
 
 
 @edit()
-def a_layer_is_checkpointed_re_entrant(subject: Subject) -> Outcome:
+def layer_is_checkpointed_re_entrant(subject: Subject) -> Outcome:
     return checkpointed(subject, use_reentrant=True)
 
 
 @edit()
-def a_layer_is_checkpointed(subject: Subject) -> Outcome:
+def layer_is_checkpointed(subject: Subject) -> Outcome:
     return checkpointed(subject, use_reentrant=False)
 
 
 @edit()
-def a_layer_is_checkpointed_selectively(subject: Subject) -> Outcome:
+def layer_is_checkpointed_selectively(subject: Subject) -> Outcome:
     """Save the outputs of matrix products, and recompute everything else."""
 
     def policy(context, function, *args, **kwargs) -> CheckpointPolicy:
@@ -192,7 +192,7 @@ def gradient_checkpointing_re_entrant_of_frozen_embeddings(subject: Subject) -> 
 
 
 @edit()
-def the_owner_is_checkpointed(subject: Subject) -> Outcome:
+def parent_is_checkpointed(subject: Subject) -> Outcome:
     seen = []
     original = subject.mlp.forward
 
@@ -208,13 +208,13 @@ def the_owner_is_checkpointed(subject: Subject) -> Outcome:
 
 
 @edit(half=True)
-def autocast_around_the_model(subject: Subject) -> Outcome:
+def autocast_around_model(subject: Subject) -> Outcome:
     with torch.autocast("cpu", torch.bfloat16):
         return step(subject)
 
 
 @edit(half=True)
-def autocast_with_one_part_outside(subject: Subject) -> Outcome:
+def autocast_with_one_linear_outside(subject: Subject) -> Outcome:
     def replacement(mlp: nn.Module, x: torch.Tensor) -> torch.Tensor:
         with torch.autocast("cpu", enabled=False):
             up = mlp.up_proj(x.float())
@@ -225,14 +225,14 @@ def autocast_with_one_part_outside(subject: Subject) -> Outcome:
 
 
 @edit()
-def inference_mode_around_the_model(subject: Subject) -> Outcome:
+def inference_mode_around_model(subject: Subject) -> Outcome:
     with torch.inference_mode():
         output = subject.model(input_ids=subject.input_ids, use_cache=False).logits
     return {"logits": output.clone(), "inference": output.is_inference(), "training": step(subject)}
 
 
 @edit()
-def weights_that_are_inference_tensors(subject: Subject) -> Outcome:
+def weights_as_inference_tensors(subject: Subject) -> Outcome:
     with torch.inference_mode():
         model = subject.new()
         output = model(input_ids=subject.input_ids, use_cache=False).logits
@@ -240,7 +240,7 @@ def weights_that_are_inference_tensors(subject: Subject) -> Outcome:
 
 
 @edit(raises=RuntimeError)
-def weights_that_are_inference_tensors_train(subject: Subject) -> Outcome:
+def training_of_inference_tensor_weights(subject: Subject) -> Outcome:
     with torch.inference_mode():
         model = subject.new()
     return step(subject, model)
@@ -275,7 +275,7 @@ def saved_tensors_are_rounded(subject: Subject) -> Outcome:
 
 
 @edit()
-def what_is_saved_lies_on_the_cpu(subject: Subject) -> Outcome:
+def saved_tensors_on_cpu(subject: Subject) -> Outcome:
     with save_on_cpu():
         return {"step": step(subject)}
 
@@ -300,33 +300,33 @@ def operations_are_counted(subject: Subject) -> Outcome:
 
 
 @edit()
-def operations_are_counted_of_one_part(subject: Subject) -> Outcome:
+def operations_are_counted_of_one_linear(subject: Subject) -> Outcome:
     with FlopCounterMode(display=False) as counter:
         subject.q(subject.hidden_states())
     return {"seen": counter.get_total_flops()}
 
 
 @edit()
-def the_model_is_profiled(subject: Subject) -> Outcome:
+def model_is_profiled(subject: Subject) -> Outcome:
     with profile(activities=[ProfilerActivity.CPU]) as profiled:
         outcome = step(subject)
     return {**outcome, "seen": any("linear" in event.key for event in profiled.key_averages())}
 
 
 @edit()
-def a_function_mode_around_the_model(subject: Subject) -> Outcome:
+def function_mode_around_model(subject: Subject) -> Outcome:
     with Doubling():
         return step(subject)
 
 
 @edit()
-def a_dispatch_mode_around_the_model(subject: Subject) -> Outcome:
+def dispatch_mode_around_model(subject: Subject) -> Outcome:
     with DoublingMatmuls():
         return {"logits": forward(subject)}
 
 
 @edit()
-def anomalies_are_looked_for(subject: Subject) -> Outcome:
+def anomaly_detection(subject: Subject) -> Outcome:
     subject.k.register_full_backward_hook(lambda module, of_input, of_output: (of_input[0] * torch.nan,))
     with torch.autograd.detect_anomaly(check_nan=True):
         try:
@@ -336,7 +336,7 @@ def anomalies_are_looked_for(subject: Subject) -> Outcome:
 
 
 @edit()
-def the_default_dtype_is_double(subject: Subject) -> Outcome:
+def default_dtype_is_double(subject: Subject) -> Outcome:
     torch.set_default_dtype(torch.float64)
     try:
         outcome = step(subject)
@@ -356,7 +356,7 @@ def deterministic_algorithms(subject: Subject) -> Outcome:
 
 
 @edit()
-def one_thread_for_the_backward_pass(subject: Subject) -> Outcome:
+def one_thread_for_backward_pass(subject: Subject) -> Outcome:
     with torch.autograd.set_multithreading_enabled(False):
         return {"step": step(subject)}
 

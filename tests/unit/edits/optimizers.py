@@ -120,7 +120,7 @@ def groups_by_module(subject: Subject) -> Outcome:
 
 
 @edit()
-def groups_of_the_trainer(subject: Subject) -> Outcome:
+def parameter_groups_of_trainer(subject: Subject) -> Outcome:
     from transformers import Trainer, TrainingArguments
 
     arguments = TrainingArguments(str(subject.folder), weight_decay=0.1, use_cpu=True, report_to=[])
@@ -130,7 +130,7 @@ def groups_of_the_trainer(subject: Subject) -> Outcome:
 
 
 @edit()
-def a_part_joins_the_optimizer_later(subject: Subject) -> Outcome:
+def linear_joins_optimizer_later(subject: Subject) -> Outcome:
     optimizer = torch.optim.SGD(subject.model.model.layers[1].parameters(), lr=0.1, momentum=0.9)
     first = run(subject, optimizer, 1)["values"]
     optimizer.add_param_group({"params": subject.k.parameters(), "lr": 1.0})
@@ -151,7 +151,7 @@ def steps_differ_from_parameter_to_parameter(subject: Subject) -> Outcome:
 
 
 @edit(dtype=torch.float64)
-def an_optimizer_resumes_over_the_other_library(subject: Subject) -> Outcome:
+def optimizer_resumes_over_other_library(subject: Subject) -> Outcome:
     """Save weights and state after two steps. A model of the other library makes the third step."""
     optimizer = torch.optim.AdamW(subject.model.parameters(), lr=1e-2)
     run(subject, optimizer, 2)
@@ -166,14 +166,14 @@ def an_optimizer_resumes_over_the_other_library(subject: Subject) -> Outcome:
 
 
 @edit(dtype=torch.float64)
-def the_state_dict_of_an_optimizer(subject: Subject) -> Outcome:
+def state_dict_of_optimizer(subject: Subject) -> Outcome:
     optimizer = torch.optim.AdamW(subject.model.named_parameters(), lr=1e-2)
     run(subject, optimizer, 1)
     return optimizer.state_dict()
 
 
 @edit(dtype=torch.float64)
-def the_state_of_one_parameter_is_reset(subject: Subject) -> Outcome:
+def state_of_one_parameter_is_reset(subject: Subject) -> Outcome:
     optimizer = torch.optim.AdamW(subject.model.parameters(), lr=1e-2)
     run(subject, optimizer, 2)
     del optimizer.state[subject.k.weight]
@@ -181,7 +181,7 @@ def the_state_of_one_parameter_is_reset(subject: Subject) -> Outcome:
 
 
 @edit(dtype=torch.float64)
-def training_goes_on_after_a_move(subject: Subject) -> Outcome:
+def training_continues_after_move(subject: Subject) -> Outcome:
     """The optimizer keeps its parameters when the model is cast."""
     optimizer = torch.optim.AdamW(subject.model.parameters(), lr=1e-2)
     run(subject, optimizer, 1)
@@ -201,7 +201,7 @@ def gradients_are_scaled_for_half_precision(subject: Subject) -> Outcome:
 
 
 @edit()
-def one_optimizer_a_parameter_in_the_backward_pass(subject: Subject) -> Outcome:
+def one_optimizer_per_parameter_in_backward_pass(subject: Subject) -> Outcome:
     optimizers = {parameter: torch.optim.SGD([parameter], lr=0.1) for parameter in subject.model.parameters()}
 
     def hook(parameter: nn.Parameter) -> None:
@@ -312,7 +312,7 @@ def distances(model: nn.Module, other: nn.Module) -> Iterator[tuple[str, torch.T
 
 
 @edit()
-def a_penalty_on_the_distance_to_the_start(subject: Subject) -> Outcome:
+def penalty_on_distance_to_start(subject: Subject) -> Outcome:
     start = subject.new().requires_grad_(False)
     with torch.no_grad():
         subject.k.weight.mul_(1.1)

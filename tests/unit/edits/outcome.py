@@ -53,9 +53,9 @@ def differences(actual: Outcome, expected: Outcome, tolerance: float = TOLERANCE
 
 
 def _of_tensors(actual: torch.Tensor, expected: torch.Tensor, tolerance: float, at: str) -> Iterator[str]:
-    for what in ("shape", "dtype", "requires_grad", "is_meta"):
-        if (mine := getattr(actual, what)) != (other := getattr(expected, what)):
-            yield f"{at}: {what} is {mine}, expected {other}"
+    for name in ("shape", "dtype", "requires_grad", "is_meta"):
+        if (mine := getattr(actual, name)) != (other := getattr(expected, name)):
+            yield f"{at}: {name} is {mine}, expected {other}"
             return
     if expected.is_meta or expected.numel() == 0:
         return

@@ -160,7 +160,7 @@ def two_adapters_are_made_one(subject: Subject) -> Outcome:
 
 
 @edit()
-def two_adapters_are_merged_one_after_the_other(subject: Subject) -> Outcome:
+def two_adapters_are_merged_in_sequence(subject: Subject) -> Outcome:
     model = two(subject)
     model.merge_adapter(["default"])
     outcome = {"one": forward(subject, model)}
@@ -170,7 +170,7 @@ def two_adapters_are_merged_one_after_the_other(subject: Subject) -> Outcome:
 
 
 @edit()
-def an_adapter_is_deleted(subject: Subject) -> Outcome:
+def adapter_is_deleted(subject: Subject) -> Outcome:
     model = two(subject)
     model.delete_adapter("default")
     model.set_adapter("second")
@@ -200,14 +200,14 @@ def merging_makes_sure_of_numbers(subject: Subject) -> Outcome:
 
 
 @edit()
-def an_adapter_is_injected(subject: Subject) -> Outcome:
+def adapter_is_injected(subject: Subject) -> Outcome:
     torch.manual_seed(3)
     inject_adapter_in_model(lora(init_lora_weights=False), subject.model)
     return {**step(subject), "adapter": get_peft_model_state_dict(subject.model)}
 
 
 @edit()
-def an_adapter_of_transformers(subject: Subject) -> Outcome:
+def adapter_of_transformers(subject: Subject) -> Outcome:
     """`add_adapter` of transformers, saved to a file and loaded by the other library."""
     torch.manual_seed(3)
     subject.model.add_adapter(lora(init_lora_weights=False))
@@ -218,7 +218,7 @@ def an_adapter_of_transformers(subject: Subject) -> Outcome:
 
 
 @edit()
-def an_adapters_state_dict_is_set(subject: Subject) -> Outcome:
+def state_dict_of_adapter_is_set(subject: Subject) -> Outcome:
     model = adapted(subject, lora)
     state = {name: torch.full_like(value, 0.05) for name, value in get_peft_model_state_dict(model).items()}
     set_peft_model_state_dict(model, state)
@@ -226,7 +226,7 @@ def an_adapters_state_dict_is_set(subject: Subject) -> Outcome:
 
 
 @edit()
-def an_adapter_in_half_precision(subject: Subject) -> Outcome:
+def adapter_in_half_precision(subject: Subject) -> Outcome:
     model = get_peft_model(subject.model, lora(init_lora_weights=False), autocast_adapter_dtype=False)
     torch.manual_seed(3)
     for parameter in model.parameters():
@@ -242,7 +242,7 @@ def what_trains(subject: Subject) -> Outcome:
 
 
 @edit()
-def gradient_checkpointing_with_an_adapter(subject: Subject) -> Outcome:
+def gradient_checkpointing_with_adapter(subject: Subject) -> Outcome:
     model = adapted(subject, lora)
     model.enable_input_require_grads()
     model.gradient_checkpointing_enable({"use_reentrant": True})
@@ -252,7 +252,7 @@ def gradient_checkpointing_with_an_adapter(subject: Subject) -> Outcome:
 
 
 @edit()
-def a_preference_against_the_disabled_adapter(subject: Subject) -> Outcome:
+def preference_against_disabled_adapter(subject: Subject) -> Outcome:
     """DPO: the reference is the same model without its adapter, in one graph."""
     model = adapted(subject, lora)
     policy = model(subject.input_ids, use_cache=False).logits.log_softmax(-1)

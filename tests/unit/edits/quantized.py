@@ -30,7 +30,7 @@ def quantize_dynamic_of_torch(subject: Subject) -> Outcome:
 
 
 @edit()
-def quantize_dynamic_of_one_part(subject: Subject) -> Outcome:
+def quantize_dynamic_of_one_linear(subject: Subject) -> Outcome:
     """Quantizes only `k_proj`, by name."""
     spec = {"model.layers.0.self_attn.k_proj": torch.ao.quantization.default_dynamic_qconfig}
     torch.ao.quantization.quantize_dynamic(subject.model, spec, inplace=True)
@@ -86,7 +86,7 @@ def torchao_eight_bit_weights(subject: Subject) -> Outcome:
 
 
 @edit(needs=("torchao",), tolerance=2e-4)
-def torchao_eight_bit_activations_of_some_parts(subject: Subject) -> Outcome:
+def torchao_eight_bit_activations_of_some_linears(subject: Subject) -> Outcome:
     from torchao.quantization import Int8WeightOnlyConfig, quantize_
 
     def wanted(module: nn.Module, name: str) -> bool:
@@ -128,7 +128,7 @@ def hqq_by_hand(subject: Subject) -> Outcome:
 
 
 @edit(needs=("hqq",))
-def hqq_of_the_model(subject: Subject) -> Outcome:
+def hqq_of_model(subject: Subject) -> Outcome:
     """HQQ's own traversal of a model."""
     from hqq.core.quantize import BaseQuantizeConfig
     from hqq.models.hf.base import AutoHQQHFModel

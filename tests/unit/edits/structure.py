@@ -36,7 +36,7 @@ def types_of_linears(subject: Subject) -> Outcome:
 
 
 @edit()
-def children_of_an_owner(subject: Subject) -> Outcome:
+def children_of_parent(subject: Subject) -> Outcome:
     return {
         "attention": [name for name, _ in subject.attention.named_children()],
         "mlp": [name for name, _ in subject.mlp.named_children()],
@@ -56,7 +56,7 @@ def modules_and_parameters_by_name(subject: Subject) -> Outcome:
 
 
 @edit()
-def owners_are_of_transformers_classes(subject: Subject) -> Outcome:
+def parents_are_of_transformers_classes(subject: Subject) -> Outcome:
     from transformers.models.llama import modeling_llama as hf
 
     classes = (hf.LlamaForCausalLM, hf.LlamaAttention, hf.LlamaMLP, hf.LlamaDecoderLayer)
@@ -71,12 +71,12 @@ def signatures(subject: Subject) -> Outcome:
 
 
 @edit()
-def what_a_part_prints(subject: Subject) -> Outcome:
+def repr_of_linear(subject: Subject) -> Outcome:
     return [repr(subject.q), repr(subject.up)]
 
 
 @edit()
-def what_a_part_has(subject: Subject) -> Outcome:
+def attributes_of_linear(subject: Subject) -> Outcome:
     part = subject.k
     return {
         "attributes": sorted(name for name in part.__dict__ if name != "forward"),
@@ -158,13 +158,13 @@ for name, replacement in REPLACEMENTS.items():
 
 
 @edit()
-def the_class_of_a_part_is_exchanged(subject: Subject) -> Outcome:
+def class_of_linear_is_exchanged(subject: Subject) -> Outcome:
     subject.k.__class__ = Scaled
     return step(subject)
 
 
 @edit()
-def a_part_is_replaced_and_put_back(subject: Subject) -> Outcome:
+def linear_is_replaced_and_put_back(subject: Subject) -> Outcome:
     old = subject.q
     subject.attention.q_proj = nn.Linear(64, 64, bias=False)
     replaced = forward(subject).shape
@@ -173,13 +173,13 @@ def a_part_is_replaced_and_put_back(subject: Subject) -> Outcome:
 
 
 @edit()
-def parts_change_places(subject: Subject) -> Outcome:
+def linears_are_swapped(subject: Subject) -> Outcome:
     subject.mlp.gate_proj, subject.mlp.up_proj = subject.up, subject.gate
     return step(subject)
 
 
 @edit()
-def a_part_is_exchanged_among_modules(subject: Subject) -> Outcome:
+def linear_is_exchanged_among_modules(subject: Subject) -> Outcome:
     new = nn.Linear(64, 96, bias=False)
     nn.init.constant_(new.weight, 0.01)
     subject.mlp._modules["up_proj"] = new
@@ -187,13 +187,13 @@ def a_part_is_exchanged_among_modules(subject: Subject) -> Outcome:
 
 
 @edit()
-def an_owner_is_replaced(subject: Subject) -> Outcome:
+def parent_is_replaced(subject: Subject) -> Outcome:
     subject.model.model.layers[0].mlp = nn.Identity()
     return step(subject)
 
 
 @edit()
-def an_owners_class_is_transformers_again(subject: Subject) -> Outcome:
+def class_of_parent_is_reset_to_transformers(subject: Subject) -> Outcome:
     """Patches replace the class of a module in this way."""
     from transformers.models.llama import modeling_llama as hf
 
@@ -206,14 +206,14 @@ def an_owners_class_is_transformers_again(subject: Subject) -> Outcome:
 
 
 @edit()
-def an_owners_forward_is_replaced_on_the_instance(subject: Subject) -> Outcome:
+def forward_of_parent_is_replaced_on_instance(subject: Subject) -> Outcome:
     mlp = subject.mlp
     mlp.forward = lambda x: mlp.down_proj(mlp.gate_proj(x) * mlp.up_proj(x))
     return step(subject)
 
 
 @edit()
-def an_owners_forward_is_wrapped(subject: Subject) -> Outcome:
+def forward_of_parent_is_wrapped(subject: Subject) -> Outcome:
     original = subject.attention.forward
 
     def wrapped(*args, **kwargs):
@@ -225,7 +225,7 @@ def an_owners_forward_is_wrapped(subject: Subject) -> Outcome:
 
 
 @edit()
-def a_bias_is_added_and_a_state_dict_with_it_is_loaded(subject: Subject) -> Outcome:
+def bias_is_added_and_state_dict_with_it_is_loaded(subject: Subject) -> Outcome:
     subject.v.bias = nn.Parameter(torch.ones(32))
     subject.model.load_state_dict(
         {**subject.new().state_dict(), "model.layers.0.self_attn.v_proj.bias": torch.zeros(32)}
@@ -234,7 +234,7 @@ def a_bias_is_added_and_a_state_dict_with_it_is_loaded(subject: Subject) -> Outc
 
 
 @edit(raises=AttributeError)
-def a_part_is_deleted(subject: Subject) -> Outcome:
+def linear_is_deleted(subject: Subject) -> Outcome:
     del subject.attention.k_proj
     return step(subject)
 
@@ -250,21 +250,21 @@ def layers_share_their_mlp(subject: Subject) -> Outcome:
 
 
 @edit()
-def layers_share_one_part(subject: Subject) -> Outcome:
+def layers_share_one_linear(subject: Subject) -> Outcome:
     layers = subject.model.model.layers
     layers[1].self_attn.k_proj = layers[0].self_attn.k_proj
     return {**step(subject), "names": [name for name, _ in subject.model.named_parameters()]}
 
 
 @edit()
-def a_layer_runs_twice(subject: Subject) -> Outcome:
+def layer_runs_twice(subject: Subject) -> Outcome:
     layers = subject.model.model.layers
     layers[1] = layers[0]
     return {**step(subject), "names": [name for name, _ in subject.model.named_parameters()]}
 
 
 @edit()
-def a_layer_is_removed(subject: Subject) -> Outcome:
+def layer_is_removed(subject: Subject) -> Outcome:
     del subject.model.model.layers[1]
     subject.model.config.num_hidden_layers = 1
     return step(subject)
@@ -280,7 +280,7 @@ def layers_change_places(subject: Subject) -> Outcome:
 
 
 @edit()
-def a_layer_is_copied_on_top(subject: Subject) -> Outcome:
+def layer_is_copied_on_top(subject: Subject) -> Outcome:
     """Double the depth by copying layers, as model growing does."""
     layers = subject.model.model.layers
     new = copy.deepcopy(layers[0])
@@ -291,13 +291,13 @@ def a_layer_is_copied_on_top(subject: Subject) -> Outcome:
 
 
 @edit(which="square")
-def one_module_serves_as_two_parts(subject: Subject) -> Outcome:
+def one_module_serves_as_two_linears(subject: Subject) -> Outcome:
     subject.attention.v_proj = subject.k
     return {**step(subject), "names": list(subject.model.state_dict())}
 
 
 @edit()
-def parts_in_a_module_of_their_own(subject: Subject) -> Outcome:
+def linears_in_separate_module(subject: Subject) -> Outcome:
     """The linears are also in a separate list. Names and gradients exist at both places."""
     subject.model.probes = nn.ModuleList([subject.q, subject.v])
     return {**step(subject), "names": list(subject.model.state_dict())}
@@ -322,13 +322,13 @@ def heads_are_given_other_weights(subject: Subject) -> Outcome:
 
 
 @edit()
-def the_model_goes_to_meta(subject: Subject) -> Outcome:
+def model_goes_to_meta(subject: Subject) -> Outcome:
     subject.model.to("meta")
     return subject.model.state_dict()
 
 
 @edit()
-def the_model_goes_to_meta_and_is_filled_again(subject: Subject) -> Outcome:
+def model_goes_to_meta_and_is_filled_again(subject: Subject) -> Outcome:
     state_dict = values(subject.model)
     subject.model.to("meta")
     subject.model.to_empty(device="cpu")
@@ -340,7 +340,7 @@ def the_model_goes_to_meta_and_is_filled_again(subject: Subject) -> Outcome:
 
 
 @edit()
-def one_part_goes_to_meta(subject: Subject) -> Outcome:
+def one_linear_goes_to_meta(subject: Subject) -> Outcome:
     weight = subject.k.weight.detach().clone()
     subject.k.to("meta")
     names = [name for name, parameter in subject.model.named_parameters() if parameter.is_meta]
@@ -351,13 +351,13 @@ def one_part_goes_to_meta(subject: Subject) -> Outcome:
 
 
 @edit()
-def an_owner_runs_on_meta(subject: Subject) -> Outcome:
+def parent_runs_on_meta(subject: Subject) -> Outcome:
     output = subject.mlp.to("meta")(subject.hidden_states().to("meta"))
     return {"shape": list(output.shape), "device": str(output.device), "requires_grad": output.requires_grad}
 
 
 @edit()
-def a_model_made_on_meta(subject: Subject) -> Outcome:
+def model_made_on_meta(subject: Subject) -> Outcome:
     with torch.device("meta"):
         model = type(subject.model)(subject.model.config)
     return model.state_dict()
@@ -370,7 +370,7 @@ def memory_is_shared_with_other_processes(subject: Subject) -> Outcome:
 
 
 @edit()
-def a_users_function_is_applied_to_every_tensor(subject: Subject) -> Outcome:
+def custom_function_is_applied_to_every_tensor(subject: Subject) -> Outcome:
     subject.model._apply(lambda tensor: tensor * 1.1 if tensor.is_floating_point() else tensor)
     return step(subject)
 
@@ -393,14 +393,14 @@ def dropout_in_attention(subject: Subject) -> Outcome:
 
 
 @edit()
-def a_model_is_made_and_initialized(subject: Subject) -> Outcome:
+def model_is_made_and_initialized(subject: Subject) -> Outcome:
     """A new model with the same seed has the same random weights."""
     torch.manual_seed(3)
     return values(type(subject.model)(subject.model.config))
 
 
 @edit()
-def a_part_is_used_after_the_model_is_gone(subject: Subject) -> Outcome:
+def linear_is_used_after_model_is_gone(subject: Subject) -> Outcome:
     part, x = subject.v, subject.hidden_states()
     weights = [subject.q.weight, part.weight]
     del subject.model
@@ -409,7 +409,7 @@ def a_part_is_used_after_the_model_is_gone(subject: Subject) -> Outcome:
 
 
 @edit()
-def an_owner_in_another_model(subject: Subject) -> Outcome:
+def parent_in_another_model(subject: Subject) -> Outcome:
     """Extract attention and MLP, and train them in a custom model."""
 
     class Mine(nn.Module):

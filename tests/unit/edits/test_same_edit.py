@@ -35,7 +35,7 @@ DOCUMENTED: dict[str, tuple[type[Exception], str]] = {
 
 
 # Edits that transformers' model supports only since some version.
-SINCE = {"compilers: jit trace of the model": "5.9"}
+SINCE = {"compilers: jit trace of model": "5.9"}
 
 
 def outcome_of(edit: Edit, library: str, folder: Path) -> Outcome | Exception:
@@ -76,8 +76,8 @@ def test_same_edit(edit: Edit, tmp_path: Path) -> None:
         return
     if isinstance(actual, Exception):
         raise actual
-    assert not (found := list(differences(actual, expected, edit.tolerance))), "\n".join(
-        [f"{edit.id}: {len(found)} differences of ours from transformers' model", *found[:12]]
+    assert not (mismatches := list(differences(actual, expected, edit.tolerance))), "\n".join(
+        [f"{edit.id}: {len(mismatches)} differences of ours from transformers' model", *mismatches[:12]]
     )
 
 
@@ -136,8 +136,8 @@ OTHER_TUNERS = {
 
 
 def test_every_peft_tuner_is_covered() -> None:
-    made = {of_config.func for of_config in (*TUNERS.values(), *PROMPTS.values())}
-    others = {tuner.value for tuner, of_config in PEFT_TYPE_TO_CONFIG_MAPPING.items() if of_config not in made}
+    covered = {of_config.func for of_config in (*TUNERS.values(), *PROMPTS.values())}
+    others = {tuner.value for tuner, of_config in PEFT_TYPE_TO_CONFIG_MAPPING.items() if of_config not in covered}
     assert others == set(OTHER_TUNERS)
 
 

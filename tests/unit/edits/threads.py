@@ -57,7 +57,7 @@ def in_half_precision(mlp: nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 
 @edit()
-def one_thread_trains_and_one_runs_without_a_graph(subject: Subject) -> Outcome:
+def one_thread_trains_and_one_runs_without_graph(subject: Subject) -> Outcome:
     mlp, x = subject.mlp, subject.hidden_states()
     expected = gradient_of(mlp, x), without_graph(mlp, x)
     results = at_once(lambda: gradient_of(mlp, x), lambda: without_graph(mlp, x))
@@ -77,7 +77,7 @@ def threads_in_different_modes(subject: Subject) -> Outcome:
 
 
 @edit()
-def threads_with_inputs_of_their_own(subject: Subject) -> Outcome:
+def threads_with_separate_inputs(subject: Subject) -> Outcome:
     inputs = [subject.hidden_states(seed) for seed in range(3)]
     expected = [gradient_of(subject.mlp, x) for x in inputs]
     results = at_once(*[lambda x=x: gradient_of(subject.mlp, x) for x in inputs])
@@ -85,7 +85,7 @@ def threads_with_inputs_of_their_own(subject: Subject) -> Outcome:
 
 
 @edit()
-def threads_over_the_whole_model(subject: Subject) -> Outcome:
+def threads_over_whole_model(subject: Subject) -> Outcome:
     def logits(seed: int) -> torch.Tensor:
         return forward(subject, subject.model) if seed else subject.model(subject.input_ids).logits.detach()
 
@@ -94,7 +94,7 @@ def threads_over_the_whole_model(subject: Subject) -> Outcome:
 
 
 @edit()
-def one_thread_calls_a_part_while_another_runs_its_owner(subject: Subject) -> Outcome:
+def one_thread_calls_linear_while_another_runs_its_parent(subject: Subject) -> Outcome:
     mlp, x = subject.mlp, subject.hidden_states()
     expected = without_graph(mlp, x), without_graph(mlp.up_proj, x)
     results = at_once(lambda: without_graph(mlp, x), lambda: without_graph(mlp.up_proj, x))
@@ -112,7 +112,7 @@ def threads_that_accumulate_gradients(subject: Subject) -> Outcome:
 
 
 @edit()
-def a_hook_is_put_on_by_another_thread(subject: Subject) -> Outcome:
+def hook_is_put_on_by_another_thread(subject: Subject) -> Outcome:
     """The hook is added and removed while the parent module runs. Each result matches one of the two states."""
     mlp, x = subject.mlp, subject.hidden_states()
     plain = without_graph(mlp, x)

@@ -65,14 +65,14 @@ for name, pattern in TRAINABLE.items():
 
 
 @edit()
-def a_part_is_frozen_by_its_module(subject: Subject) -> Outcome:
+def linear_is_frozen_by_its_module(subject: Subject) -> Outcome:
     for parameter in subject.q.parameters():
         parameter.requires_grad = False
     return trained(subject)
 
 
 @edit()
-def parts_are_frozen_by_name_of_module(subject: Subject) -> Outcome:
+def linears_are_frozen_by_name_of_module(subject: Subject) -> Outcome:
     for name, module in subject.model.named_modules():
         if name.endswith(("k_proj", "gate_proj")):
             module.requires_grad_(False)
@@ -80,7 +80,7 @@ def parts_are_frozen_by_name_of_module(subject: Subject) -> Outcome:
 
 
 @edit()
-def a_part_is_frozen_between_two_steps(subject: Subject) -> Outcome:
+def linear_is_frozen_between_two_steps(subject: Subject) -> Outcome:
     first = trained(subject, 1)["values"]
     subject.v.requires_grad_(False)
     second = trained(subject, 1)
@@ -89,7 +89,7 @@ def a_part_is_frozen_between_two_steps(subject: Subject) -> Outcome:
 
 
 @edit()
-def the_model_is_frozen_and_its_input_trains(subject: Subject) -> Outcome:
+def model_is_frozen_and_its_input_trains(subject: Subject) -> Outcome:
     subject.model.requires_grad_(False)
     x = subject.hidden_states().requires_grad_()
     subject.model(inputs_embeds=x, use_cache=False).logits.square().mean().backward()
@@ -97,7 +97,7 @@ def the_model_is_frozen_and_its_input_trains(subject: Subject) -> Outcome:
 
 
 @edit()
-def a_new_linear_trains_beside_a_frozen_part(subject: Subject) -> Outcome:
+def new_linear_trains_next_to_frozen_linear(subject: Subject) -> Outcome:
     """A hand-written adapter."""
     subject.model.requires_grad_(False)
     down, up = nn.Linear(64, 4, bias=False), nn.Linear(4, 32, bias=False)
@@ -118,7 +118,7 @@ def a_new_linear_trains_beside_a_frozen_part(subject: Subject) -> Outcome:
 
 
 @edit()
-def a_gradient_is_set(subject: Subject) -> Outcome:
+def gradient_is_set(subject: Subject) -> Outcome:
     loss_of(subject).backward()
     subject.q.weight.grad = torch.ones_like(subject.q.weight)
     sgd(subject.model)
@@ -162,7 +162,7 @@ def gradients_accumulate(subject: Subject) -> Outcome:
 
 
 @edit()
-def gradients_accumulate_into_a_buffer_of_their_own(subject: Subject) -> Outcome:
+def gradients_accumulate_in_separate_buffer(subject: Subject) -> Outcome:
     """Accumulate as Megatron and DeepSpeed do: parameters have views of one flat gradient buffer."""
     parameters = list(subject.model.parameters())
     flat = torch.zeros(sum(parameter.numel() for parameter in parameters))
@@ -177,7 +177,7 @@ def gradients_accumulate_into_a_buffer_of_their_own(subject: Subject) -> Outcome
 
 
 @edit()
-def gradients_of_one_part_are_clipped(subject: Subject) -> Outcome:
+def gradients_of_one_linear_are_clipped(subject: Subject) -> Outcome:
     loss_of(subject).backward()
     norm = nn.utils.clip_grad_norm_(subject.q.parameters(), 1e-3)
     return {"norm": norm, "gradients": gradients(subject.model)}
@@ -230,7 +230,7 @@ def gradients_are_kept_from_step_to_step(subject: Subject) -> Outcome:
 
 
 @edit()
-def a_derivative_with_respect_to_one_weight(subject: Subject) -> Outcome:
+def derivative_with_respect_to_one_weight(subject: Subject) -> Outcome:
     (gradient,) = torch.autograd.grad(loss_of(subject), subject.q.weight)
     return {"gradient": gradient, "others": gradients(subject.model)}
 
@@ -244,7 +244,7 @@ def derivatives_with_respect_to_weights_and_activations(subject: Subject) -> Out
 
 
 @edit()
-def one_part_with_respect_to_another_parts_weight(subject: Subject) -> Outcome:
+def gradient_of_one_linear_by_weight_of_another(subject: Subject) -> Outcome:
     """The derivative does not exist, because one linear does not depend on the other."""
     outputs = {}
     for part in ("q_proj", "k_proj", "v_proj"):
@@ -263,7 +263,7 @@ def one_part_with_respect_to_another_parts_weight(subject: Subject) -> Outcome:
 
 
 @edit(raises=RuntimeError)
-def one_part_with_respect_to_another_parts_weight_unasked(subject: Subject) -> Outcome:
+def gradient_of_one_linear_by_weight_of_another_without_allow_unused(subject: Subject) -> Outcome:
     x = subject.hidden_states()
     outputs = []
     original = type(subject.mlp).forward
@@ -293,7 +293,7 @@ def gate_outputs(subject: Subject) -> list[torch.Tensor]:
 
 
 @edit()
-def the_activation_of_one_part_without_hooks(subject: Subject) -> Outcome:
+def activation_of_one_linear_without_hooks(subject: Subject) -> Outcome:
     """Capture the gate's output where it is used. It depends only on the gate's weight and the input."""
     x = subject.hidden_states().requires_grad_()
     outputs = gate_outputs(subject)
@@ -303,7 +303,7 @@ def the_activation_of_one_part_without_hooks(subject: Subject) -> Outcome:
 
 
 @edit()
-def backward_from_one_part_alone(subject: Subject) -> Outcome:
+def backward_from_one_linear_alone(subject: Subject) -> Outcome:
     """Parameters that do not affect the output have no gradient, rather than a zero gradient."""
     outputs = gate_outputs(subject)
     loss_of(subject)
@@ -312,7 +312,7 @@ def backward_from_one_part_alone(subject: Subject) -> Outcome:
 
 
 @edit()
-def the_graph_is_kept_for_a_second_backward_pass(subject: Subject) -> Outcome:
+def graph_is_kept_for_second_backward_pass(subject: Subject) -> Outcome:
     loss = loss_of(subject)
     loss.backward(retain_graph=True)
     first = {name: gradient.clone() for name, gradient in gradients(subject.model).items()}
@@ -321,14 +321,14 @@ def the_graph_is_kept_for_a_second_backward_pass(subject: Subject) -> Outcome:
 
 
 @edit(raises=RuntimeError)
-def a_second_backward_pass_over_a_freed_graph(subject: Subject) -> Outcome:
+def second_backward_pass_over_freed_graph(subject: Subject) -> Outcome:
     loss = loss_of(subject)
     loss.backward()
     loss.backward()
 
 
 @edit()
-def a_penalty_on_gradients(subject: Subject) -> Outcome:
+def penalty_on_gradients(subject: Subject) -> Outcome:
     """Double backward through all weights."""
     weights = list(subject.model.parameters())
     first = torch.autograd.grad(loss_of(subject), weights, create_graph=True)
@@ -337,7 +337,7 @@ def a_penalty_on_gradients(subject: Subject) -> Outcome:
 
 
 @edit(which="qwen2")
-def a_penalty_on_gradients_with_biases(subject: Subject) -> Outcome:
+def penalty_on_gradients_with_biases(subject: Subject) -> Outcome:
     weights = [subject.q.weight, subject.k.bias, subject.v.weight, subject.up.weight]
     first = torch.autograd.grad(loss_of(subject), weights, create_graph=True)
     sum(gradient.square().sum() for gradient in first).backward()
@@ -345,7 +345,7 @@ def a_penalty_on_gradients_with_biases(subject: Subject) -> Outcome:
 
 
 @edit()
-def a_penalty_on_the_gradient_of_the_input(subject: Subject) -> Outcome:
+def penalty_on_gradient_of_input(subject: Subject) -> Outcome:
     x = subject.hidden_states().requires_grad_()
     logits = subject.model(inputs_embeds=x, use_cache=False).logits
     (gradient,) = torch.autograd.grad(logits.square().mean(), x, create_graph=True)
@@ -354,7 +354,7 @@ def a_penalty_on_the_gradient_of_the_input(subject: Subject) -> Outcome:
 
 
 @edit()
-def the_hessian_times_a_vector(subject: Subject) -> Outcome:
+def hessian_times_vector(subject: Subject) -> Outcome:
     weights = [subject.q.weight, subject.up.weight]
     first = torch.autograd.grad(loss_of(subject), weights, create_graph=True)
     product = sum((gradient * torch.ones_like(gradient)).sum() for gradient in first)
@@ -362,7 +362,7 @@ def the_hessian_times_a_vector(subject: Subject) -> Outcome:
 
 
 @edit()
-def forward_mode_over_a_dual_input(subject: Subject) -> Outcome:
+def forward_mode_over_dual_input(subject: Subject) -> Outcome:
     x = subject.hidden_states()
     with torch.autograd.forward_ad.dual_level():
         dual = torch.autograd.forward_ad.make_dual(x, torch.ones_like(x))
@@ -372,7 +372,7 @@ def forward_mode_over_a_dual_input(subject: Subject) -> Outcome:
 
 
 @edit()
-def gradcheck_of_the_owner(subject: Subject) -> Outcome:
+def gradcheck_of_parent(subject: Subject) -> Outcome:
     mlp = subject.mlp.double()
     x = subject.hidden_states()[:1, :2].double().requires_grad_()
     return {"seen": torch.autograd.gradcheck(mlp, (x,), check_batched_grad=True)}
@@ -389,7 +389,7 @@ def two_graphs_at_once(subject: Subject) -> Outcome:
 
 
 @edit()
-def a_reward_from_the_same_model_without_its_gradient(subject: Subject) -> Outcome:
+def reward_from_same_model_without_its_gradient(subject: Subject) -> Outcome:
     """Policy and frozen reference are the same model. The reference runs between the policy's forward and backward."""
     policy = subject.model(subject.input_ids, use_cache=False).logits.log_softmax(-1)
     with torch.no_grad():

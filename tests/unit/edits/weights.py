@@ -70,12 +70,12 @@ for name, change in CHANGES.items():
 
 
 @edit(raises=RuntimeError)
-def a_weight_is_scaled_by_an_operator_within_a_graph(subject: Subject) -> Outcome:
+def weight_is_scaled_by_operator_within_graph(subject: Subject) -> Outcome:
     subject.q.weight *= 2
 
 
 @edit()
-def a_weight_is_as_it_was_after_an_operator_failed(subject: Subject) -> Outcome:
+def weight_is_unchanged_after_failed_operator(subject: Subject) -> Outcome:
     try:
         subject.q.weight *= 2
     except RuntimeError as error:
@@ -83,12 +83,12 @@ def a_weight_is_as_it_was_after_an_operator_failed(subject: Subject) -> Outcome:
 
 
 @edit(raises=TypeError)
-def a_weight_is_assigned_a_tensor(subject: Subject) -> Outcome:
+def weight_is_assigned_a_tensor(subject: Subject) -> Outcome:
     subject.q.weight = torch.zeros(64, 64)
 
 
 @edit(raises=RuntimeError)
-def a_weight_that_an_optimizer_changed_before_the_backward_pass(subject: Subject) -> Outcome:
+def weight_that_optimizer_changed_before_backward_pass(subject: Subject) -> Outcome:
     optimizer = torch.optim.SGD(subject.model.parameters(), lr=0.1)
     output = subject.model(input_ids=subject.input_ids, labels=subject.input_ids, use_cache=False)
     subject.q.weight.grad = torch.ones_like(subject.q.weight)
@@ -109,7 +109,7 @@ def weights_change_in_place_again_and_again(subject: Subject) -> Outcome:
 
 
 @edit()
-def a_weight_of_another_type(subject: Subject) -> Outcome:
+def weight_of_another_type(subject: Subject) -> Outcome:
     """A Tensor subclass that intercepts operations, as quantized weights do."""
     seen = []
 
@@ -151,19 +151,19 @@ for dtype in (torch.float16, torch.bfloat16, torch.float64):
 
 
 @edit()
-def a_part_is_rounded_to_half_precision_and_back(subject: Subject) -> Outcome:
+def linear_is_rounded_to_half_precision_and_back(subject: Subject) -> Outcome:
     subject.v.half().float()
     return step(subject)
 
 
 @edit()
-def the_model_is_rounded_to_half_precision_and_back(subject: Subject) -> Outcome:
+def model_is_rounded_to_half_precision_and_back(subject: Subject) -> Outcome:
     subject.model.half().float()
     return step(subject)
 
 
 @edit()
-def the_model_is_cast_to_double_and_back(subject: Subject) -> Outcome:
+def model_is_cast_to_double_and_back(subject: Subject) -> Outcome:
     parameters = list(subject.model.parameters())
     doubled = step(subject, subject.model.double())["logits"]
     subject.model.zero_grad()
@@ -173,7 +173,7 @@ def the_model_is_cast_to_double_and_back(subject: Subject) -> Outcome:
 
 
 @edit(half=True)
-def the_model_in_bfloat16(subject: Subject) -> Outcome:
+def model_in_bfloat16(subject: Subject) -> Outcome:
     subject.model.to(torch.bfloat16)
     return step(subject)
 
@@ -197,32 +197,32 @@ def one_layer_is_cast(subject: Subject) -> Outcome:
 
 
 @edit(which="qwen2")
-def a_bias_gets_other_data(subject: Subject) -> Outcome:
+def bias_gets_other_data(subject: Subject) -> Outcome:
     subject.k.bias.data = scaled(subject.k.bias)
     return step(subject)
 
 
 @edit(which="qwen2")
-def a_bias_is_removed(subject: Subject) -> Outcome:
+def bias_is_removed(subject: Subject) -> Outcome:
     subject.q.bias = None
     return step(subject)
 
 
 @edit(which="qwen2")
-def all_biases_of_a_group_are_removed(subject: Subject) -> Outcome:
+def all_biases_of_group_are_removed(subject: Subject) -> Outcome:
     for part in (subject.q, subject.k, subject.v):
         part.register_parameter("bias", None)
     return {**step(subject), "names": list(subject.model.state_dict())}
 
 
 @edit()
-def a_bias_is_added(subject: Subject) -> Outcome:
+def bias_is_added(subject: Subject) -> Outcome:
     subject.v.bias = nn.Parameter(torch.linspace(-1, 1, 32))
     return {**step(subject), "names": list(subject.model.state_dict())}
 
 
 @edit()
-def biases_are_added_to_a_whole_group(subject: Subject) -> Outcome:
+def biases_are_added_to_whole_group(subject: Subject) -> Outcome:
     for part in (subject.gate, subject.up):
         part.bias = nn.Parameter(torch.linspace(-1, 1, 96))
     return step(subject)
@@ -242,7 +242,7 @@ def one_bias_is_frozen(subject: Subject) -> Outcome:
 
 
 @edit(which="qwen2")
-def a_bias_is_scaled_between_two_steps(subject: Subject) -> Outcome:
+def bias_is_scaled_between_two_steps(subject: Subject) -> Outcome:
     first = step(subject)["logits"]
     with torch.no_grad():
         subject.v.bias.mul_(-1)
@@ -253,7 +253,7 @@ def a_bias_is_scaled_between_two_steps(subject: Subject) -> Outcome:
 
 
 @edit(which="square")
-def a_weight_is_another_parts_weight(subject: Subject) -> Outcome:
+def linears_share_one_weight(subject: Subject) -> Outcome:
     subject.k.weight = subject.q.weight
     return {**step(subject), "names": [name for name, _ in subject.model.named_parameters()]}
 
@@ -265,7 +265,7 @@ def k_and_v_share_data(subject: Subject) -> Outcome:
 
 
 @edit()
-def a_weight_is_tied_across_layers(subject: Subject) -> Outcome:
+def weight_is_tied_across_layers(subject: Subject) -> Outcome:
     subject.model.model.layers[1].mlp.up_proj.weight = subject.up.weight
     return {**step(subject), "names": [name for name, _ in subject.model.named_parameters()]}
 
@@ -317,20 +317,20 @@ class Doubled(nn.Module):
 
 
 @edit()
-def a_weight_is_parametrized(subject: Subject) -> Outcome:
+def weight_is_parametrized(subject: Subject) -> Outcome:
     parametrize.register_parametrization(subject.k, "weight", Doubled())
     return {**step(subject), "state dict": subject.model.state_dict()}
 
 
 @edit()
-def a_parametrization_is_removed_and_its_weight_kept(subject: Subject) -> Outcome:
+def parametrization_is_removed_and_its_weight_kept(subject: Subject) -> Outcome:
     parametrize.register_parametrization(subject.k, "weight", Doubled())
     parametrize.remove_parametrizations(subject.k, "weight", leave_parametrized=True)
     return {**step(subject), "type": type(subject.k), "state dict": subject.model.state_dict()}
 
 
 @edit()
-def a_parametrization_is_removed(subject: Subject) -> Outcome:
+def parametrization_is_removed(subject: Subject) -> Outcome:
     parametrize.register_parametrization(subject.gate, "weight", Doubled())
     subject.gate.weight = torch.ones(96, 64) * 0.1
     parametrize.remove_parametrizations(subject.gate, "weight", leave_parametrized=False)
@@ -338,7 +338,7 @@ def a_parametrization_is_removed(subject: Subject) -> Outcome:
 
 
 @edit()
-def all_parts_are_parametrized_with_a_cache(subject: Subject) -> Outcome:
+def all_linears_are_parametrized_with_cache(subject: Subject) -> Outcome:
     for part in (subject.q, subject.k, subject.v):
         parametrize.register_parametrization(part, "weight", Doubled())
     with parametrize.cached():
@@ -465,7 +465,7 @@ def all_parameters_become_slices_of_one_tensor(subject: Subject) -> Outcome:
 
 
 @edit()
-def a_users_initialization(subject: Subject) -> Outcome:
+def custom_initialization(subject: Subject) -> Outcome:
     """It checks for the exact type, as many initializers do."""
     seen = []
 
@@ -506,7 +506,7 @@ def low_rank_weights(subject: Subject) -> Outcome:
 
 
 @edit()
-def a_weight_receives_a_merged_update(subject: Subject) -> Outcome:
+def weight_receives_merged_update(subject: Subject) -> Outcome:
     """Merge LoRA manually into `data`, and subtract it again."""
     update = torch.randn(32, 4, generator=torch.Generator().manual_seed(5)) @ torch.ones(4, 64) * 0.01
     subject.v.weight.data += update

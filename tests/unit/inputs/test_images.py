@@ -94,16 +94,16 @@ def test_only_logits_after_image_depend_on_image(model: PreTrainedModel) -> None
 
 def test_number_of_image_tokens_matches_features(model: PreTrainedModel) -> None:
     inputs = inputs_for(model, batch=3)
-    places = inputs["input_ids"] == image_token(model.config)
+    is_image = inputs["input_ids"] == image_token(model.config)
     if type(model).__name__ in NOT_IN_THE_TEXT:
-        assert not places.any()
+        assert not is_image.any()
         return
-    count = int(places[0].sum())
+    count = int(is_image[0].sum())
     assert count >= 1
-    assert torch.equal(places, torch.isin(torch.arange(places.shape[1]), torch.arange(3, 3 + count)).expand(3, -1))
-    assert places.shape[1] >= count + 8
+    assert torch.equal(is_image, torch.isin(torch.arange(is_image.shape[1]), torch.arange(3, 3 + count)).expand(3, -1))
+    assert is_image.shape[1] >= count + 8
     for name in ("token_type_ids", "mm_token_type_ids"):
-        assert name not in inputs or torch.equal(inputs[name].bool(), places)
+        assert name not in inputs or torch.equal(inputs[name].bool(), is_image)
     # The model has no image features for an additional image token.
     wrong = inputs["input_ids"].clone()
     wrong[0, -1] = image_token(model.config)
@@ -120,9 +120,9 @@ def test_text_inputs_have_no_image_tokens(model: PreTrainedModel) -> None:
 
 def test_labels_ignore_image_tokens(model: PreTrainedModel) -> None:
     inputs = inputs_for(model, labels=True)
-    places = inputs["input_ids"] == image_token(model.config)
-    assert (inputs["labels"] == -100).equal(places)
-    assert inputs["labels"][~places].equal(inputs["input_ids"][~places])
+    is_image = inputs["input_ids"] == image_token(model.config)
+    assert (inputs["labels"] == -100).equal(is_image)
+    assert inputs["labels"][~is_image].equal(inputs["input_ids"][~is_image])
     model.train()
     try:
         assert model(**inputs).loss.isfinite()

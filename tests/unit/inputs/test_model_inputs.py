@@ -96,10 +96,10 @@ def test_labels_match_model_head(kind: str, shape: tuple[int, ...], top: int) ->
 def test_image_in_each_sequence() -> None:
     config, batch_ = tiny_config(Gemma3Config), vision_inputs(batch=3)
     assert batch_.keys() == {"input_ids", "pixel_values", "token_type_ids"}
-    places = batch_["input_ids"] == config.image_token_id
-    assert torch.equal(places, batch_["token_type_ids"].bool())
-    assert places[:, 3:7].all()
-    assert places.sum() == 3 * config.mm_tokens_per_image
+    is_image = batch_["input_ids"] == config.image_token_id
+    assert torch.equal(is_image, batch_["token_type_ids"].bool())
+    assert is_image[:, 3:7].all()
+    assert is_image.sum() == 3 * config.mm_tokens_per_image
     size = config.vision_config.image_size
     assert batch_["pixel_values"].shape == (3, 3, size, size)
     assert batch_["pixel_values"].std() > 0.9

@@ -45,10 +45,10 @@ def dispatch(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
     return accelerate.dispatch_model(model, MAP, offload_dir=folder, main_device="cpu", force_hooks=True)
 
 
-PLACES = [offload_to_memory, offload_to_disk, dispatch]
-places = pytest.mark.parametrize("place", PLACES)
+OFFLOADS = [offload_to_memory, offload_to_disk, dispatch]
+offloads = pytest.mark.parametrize("offload_model", OFFLOADS)
 
-Place = Callable[[PreTrainedModel, Path], PreTrainedModel]
+Offload = Callable[[PreTrainedModel, Path], PreTrainedModel]
 
 
 def logits(model: PreTrainedModel, input_ids: torch.Tensor) -> torch.Tensor:
@@ -73,11 +73,11 @@ def _fresh_state() -> Iterator[None]:
 # Offloaded
 
 
-@places
+@offloads
 def test_offloaded_model_matches_reference(
-    place: Place, llama_checkpoint: Path, llama: PreTrainedModel, input_ids: torch.Tensor, tmp_path: Path
+    offload_model: Offload, llama_checkpoint: Path, llama: PreTrainedModel, input_ids: torch.Tensor, tmp_path: Path
 ) -> None:
-    model = place(AutoModelForCausalLM.from_pretrained(llama_checkpoint, combine=True), tmp_path)
+    model = offload_model(AutoModelForCausalLM.from_pretrained(llama_checkpoint, combine=True), tmp_path)
     projection = model.model.layers[0].self_attn.qkv_proj.weight
     assert projection.is_meta
     assert_close(logits(model, input_ids), logits(llama, input_ids))
@@ -86,14 +86,14 @@ def test_offloaded_model_matches_reference(
     assert torch.equal(model.generate(input_ids, **options), llama.generate(input_ids, **options))
 
 
-@places
+@offloads
 def test_logprobs_of_offloaded_model(
-    place: Place, llama_checkpoint: Path, input_ids: torch.Tensor, tmp_path: Path
+    offload_model: Offload, llama_checkpoint: Path, input_ids: torch.Tensor, tmp_path: Path
 ) -> None:
     model = AutoModelForCausalLM.from_pretrained(llama_checkpoint)
     with torch.no_grad():
         expected = token_logprobs(model, input_ids).logprobs
-        model = place(model, tmp_path)
+        model = offload_model(model, tmp_path)
         for chunk_size in ("auto", None):
             result = token_logprobs(model, input_ids, chunk_size=chunk_size)
             rollouts = rollout_logprobs(model, input_ids.tolist(), chunk_size=chunk_size)
@@ -101,17 +101,17 @@ def test_logprobs_of_offloaded_model(
             assert_close(rollouts.logprobs, expected)
 
 
-@places
-def test_offloaded_model_saves_all_weights(place: Place, llama_checkpoint: Path, tmp_path: Path) -> None:
-    model = place(AutoModelForCausalLM.from_pretrained(llama_checkpoint), tmp_path / "offload")
+@offloads
+def test_offloaded_model_saves_all_weights(offload_model: Offload, llama_checkpoint: Path, tmp_path: Path) -> None:
+    model = offload_model(AutoModelForCausalLM.from_pretrained(llama_checkpoint), tmp_path / "offload")
     model.save_pretrained(tmp_path / "saved")
     assert_same(stored(tmp_path / "saved"), stored(llama_checkpoint))
 
 
-@places
-def test_offloaded_model_saves_tied_weights_once(place: Place, tmp_path: Path) -> None:
+@offloads
+def test_offloaded_model_saves_tied_weights_once(offload_model: Offload, tmp_path: Path) -> None:
     new_model(tiny_config(LlamaConfig, {"tie_word_embeddings": True})).save_pretrained(tmp_path / "tied")
-    model = place(AutoModelForCausalLM.from_pretrained(tmp_path / "tied"), tmp_path / "offload")
+    model = offload_model(AutoModelForCausalLM.from_pretrained(tmp_path / "tied"), tmp_path / "offload")
     model.save_pretrained(tmp_path / "saved")
     assert_same(stored(tmp_path / "saved"), stored(tmp_path / "tied"))
 

@@ -535,11 +535,11 @@ def test_global_hooks_run_for_every_linear(plain: Attention, combined: CombinedA
     ):
         seen: list[str] = []
 
-        def hook(module: nn.Module, *given: Any, edit: Any = edit, seen: list[str] = seen) -> Any:
+        def hook(module: nn.Module, *args: Any, edit: Any = edit, seen: list[str] = seen) -> Any:
             if type(module) is not nn.Linear:
                 return None
             seen.append(str(module))
-            return edit(module, *given)
+            return edit(module, *args)
 
         handle = register(hook)
         try:

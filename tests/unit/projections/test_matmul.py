@@ -106,7 +106,7 @@ def test_first_and_second_derivatives() -> None:
     weights, biases = parameters(dtype=torch.float64)
     x = inputs(3, SIZE, dtype=torch.float64).requires_grad_()
 
-    def run(x: torch.Tensor, *given: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def run(x: torch.Tensor, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return fused_linears(x, weights, biases)
 
     assert gradcheck(run, (x, *weights, *biases))
@@ -143,8 +143,8 @@ def test_gradient_penalty(cast: bool) -> None:
 
 
 def test_outputs_edited_in_place() -> None:
-    def clamped(products: Products, *given: object) -> tuple[torch.Tensor, ...]:
-        first, second, third = products(*given)
+    def clamped(products: Products, *args: object) -> tuple[torch.Tensor, ...]:
+        first, second, third = products(*args)
         return first.clamp_(-0.2, 0.2), second, third.mul_(2)
 
     x, outcomes = inputs().requires_grad_(), []

@@ -65,12 +65,12 @@ def test_safetensors_does_not_treat_contiguous_weights_as_tied(combined: Combine
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64, torch.int8, torch.float8_e4m3fn, torch.bool])
 def test_separate_storage_for_any_dtype(dtype: torch.dtype) -> None:
-    whole = torch.arange(24).reshape(6, 4).to(dtype)
-    first, second = Buffer(whole, [2, 4]).neighbors()
+    complete = torch.arange(24).reshape(6, 4).to(dtype)
+    first, second = Buffer(complete, [2, 4]).neighbors()
     assert (first.dtype, second.dtype) == (dtype, dtype)
-    assert torch.equal(torch.cat([first.view(torch.uint8), second.view(torch.uint8)]), whole.view(torch.uint8))
+    assert torch.equal(torch.cat([first.view(torch.uint8), second.view(torch.uint8)]), complete.view(torch.uint8))
     second.view(torch.uint8).fill_(1)
-    assert whole[2:].view(torch.uint8).eq(1).all()
+    assert complete[2:].view(torch.uint8).eq(1).all()
 
 
 def test_own_storage_returns_empty_and_meta_tensors() -> None:

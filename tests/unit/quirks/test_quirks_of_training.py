@@ -126,13 +126,13 @@ def test_symptom_of_full_vocabulary_logits() -> None:
 def test_cure_of_full_vocabulary_logits() -> None:
     case = FamilyCase(PLAIN.model_class, tiny={"vocab_size": 4096})
     model, tokens = case.model(), case.inputs()["input_ids"]
-    whole = tokens.numel() * model.config.vocab_size
+    full_size = tokens.numel() * model.config.vocab_size
     with probes.new_tensors(4096) as sizes, torch.no_grad():
         chunked = token_logprobs(model, tokens, chunk_size=4)
-    assert max(sizes) < whole / 2
+    assert max(sizes) < full_size / 2
     with probes.new_tensors(4096) as sizes, torch.no_grad():
         expected = token_logprobs(model, tokens, chunk_size=None)
-    assert max(sizes) > whole / 2
+    assert max(sizes) > full_size / 2
     torch.testing.assert_close(chunked.logprobs, expected.logprobs, atol=1e-5, rtol=1e-5, equal_nan=True)
 
 

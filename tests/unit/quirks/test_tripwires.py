@@ -48,6 +48,6 @@ def test_transformers_class_still_has_quirk(architecture: str) -> None:
     subject = class_subject(model_class)
     case = FamilyCase(model_class, tiny=TINY.get(architecture, {}))
     for quirk in CATALOG:
-        asked = quirk.name in OF_CLASS and (not quirk.every_model or architecture == OF_EVERY_MODEL)
-        if asked and quirk.applies(subject):
+        is_probed = quirk.name in OF_CLASS and (not quirk.every_model or architecture == OF_EVERY_MODEL)
+        if is_probed and quirk.applies(subject):
             tripwire(quirk, OF_CLASS[quirk.name](case), architecture)

@@ -242,15 +242,15 @@ def test_tensor_of_two_parameters() -> None:
     tensor = HFTensor("t", (6, 3), joined.pieces)
     assert tensor.parameters == ("left", "right")
     assert tensor.view is None
-    whole = torch.cat([left, right])
-    assert torch.equal(tensor.read({"left": left, "right": right}), whole)
+    complete = torch.cat([left, right])
+    assert torch.equal(tensor.read({"left": left, "right": right}), complete)
     target = torch.zeros(4, 3)
-    tensor.write_into("right", target, whole)
+    tensor.write_into("right", target, complete)
     assert torch.equal(target, right)
     transposed = joined.transpose(0, 1)
     swapped = HFTensor("t", tuple(transposed.shape), transposed.pieces)
-    assert torch.equal(swapped.read({"left": left, "right": right}), whole.t())
-    swapped.write_into("right", target.zero_(), whole.t())
+    assert torch.equal(swapped.read({"left": left, "right": right}), complete.t())
+    swapped.write_into("right", target.zero_(), complete.t())
     assert torch.equal(target, right)
 
 

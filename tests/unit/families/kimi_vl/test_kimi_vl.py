@@ -100,8 +100,8 @@ def test_image_features_replace_placeholder_tokens() -> None:
     model, inputs = CASE.model(), CASE.inputs()
     images = model.get_image_features(inputs["pixel_values"], inputs["image_grid_hws"])
     embeddings = model.get_input_embeddings()(inputs["input_ids"])
-    places = inputs["input_ids"] == model.config.media_placeholder_token_id
-    embeddings[places] = images
+    is_placeholder = inputs["input_ids"] == model.config.media_placeholder_token_id
+    embeddings[is_placeholder] = images
     expected = model.language_model(inputs_embeds=embeddings).logits
     assert torch.equal(model(**inputs).logits, expected)
 
