@@ -285,6 +285,6 @@ def check_device(name: str) -> None:
     from nrl_models.loading.placement import present_device
 
     try:
-        present_device(name)
+        present_device(name, keyword="")  # typer names the option
     except (DeviceError, UnknownArgumentError) as error:
-        raise typer.BadParameter(str(error).removeprefix("device="), param_hint="'--device'") from error
+        raise typer.BadParameter(str(error), param_hint="'--device'") from error

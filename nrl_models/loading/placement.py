@@ -160,7 +160,7 @@ def present_device(device: Device, keyword: str = "device") -> torch.device:
 
     Args:
         device: Name, `torch.device`, or number of an accelerator.
-        keyword: Name of the argument, for errors.
+        keyword: Name of the argument, for errors. If it is empty, errors start with the device.
 
     Raises:
         UnknownArgumentError: If it is not a device.
@@ -169,7 +169,7 @@ def present_device(device: Device, keyword: str = "device") -> torch.device:
     there = ["cpu", *(str(torch.device(index)) for index in range(torch.accelerator.device_count()))]
     if isinstance(device, int) and not isinstance(device, bool):
         if not 0 <= device < len(there) - 1:
-            raise DeviceError(f"{keyword}={device}: no such accelerator; available: {', '.join(there)}")
+            raise DeviceError(f"{_subject(keyword, device)}: no such accelerator; available: {', '.join(there)}")
         return torch.device(device)
     try:
         found = torch.device(device)
@@ -180,13 +180,17 @@ def present_device(device: Device, keyword: str = "device") -> torch.device:
     if found.type not in ("cpu", "meta") and str(numbered) not in there:
         kinds = {name.partition(":")[0] for name in there}
         reason = "no such device" if found.type in kinds else f"{found.type.upper()} is not available to torch"
-        raise DeviceError(f"{keyword}={str(device)!r}: {reason}; available: {', '.join(there)}")
+        raise DeviceError(f"{_subject(keyword, str(device))}: {reason}; available: {', '.join(there)}")
     return found
 
 
 def _no_device(keyword: str, given: object, more: Iterable[str]) -> UnknownArgumentError:
     others = "".join(f", {other}" for other in more)
-    return UnknownArgumentError(f"{keyword}={given!r}: expected a device (cpu, cuda:0, 0){others}")
+    return UnknownArgumentError(f"{_subject(keyword, given)}: expected a device (cpu, cuda:0, 0){others}")
+
+
+def _subject(keyword: str, device: object) -> str:
+    return f"{keyword}={device!r}" if keyword else repr(device)
 
 
 def device_around() -> torch.device | None:
