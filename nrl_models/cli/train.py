@@ -37,7 +37,10 @@ def train(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="With --out: replace the checkpoint in DIR.")] = False,
     json_file: JsonFile = None,
 ) -> None:
-    """Run a training recipe. The exit status is 1 if a metric is outside the recipe's bounds.
+    """Run a training recipe.
+
+    The exit status is 1 if a metric is outside the recipe's bounds, or if `watch` stops the run because trainer and
+    engine differ.
 
     A recipe file can only call the functions that the page docs/recipes.md lists. To use your own function, pass it on
     the command line, for example reward._target_=package.function.
