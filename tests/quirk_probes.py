@@ -62,6 +62,24 @@ def documents_share_attention(model: PreTrainedModel, inputs: Inputs, *, mask: b
 
 
 @torch.no_grad()
+def image_depends_on_text_before(model: PreTrainedModel, inputs: Inputs) -> bool:
+    """Return True if a row with images has other logits if a document of text is packed before it."""
+    row: dict[str, Any] = {name: value for name, value in inputs.items() if name != "attention_mask"}
+    text = inputs["input_ids"].new_ones(1, 9)
+    sizes = text.shape[1], row["input_ids"].shape[1]
+    packed = row | {
+        name: torch.cat([text if name == "input_ids" else torch.zeros_like(text), row[name]], 1)
+        for name in ("input_ids", "token_type_ids", "mm_token_type_ids")
+        if name in row
+    }
+    with images_as_published(model):
+        alone = model(**row, use_cache=False).logits[0]
+        packed["position_ids"] = torch.cat([torch.arange(size, device=text.device) for size in sizes])[None]
+        together = model(**packed, use_cache=False).logits[0, sizes[0] :]
+    return differ(together, alone)
+
+
+@torch.no_grad()
 def text_raises(model: PreTrainedModel, inputs: Inputs) -> bool:
     """Return whether a forward on text raises `AttributeError`."""
     try:
@@ -84,14 +102,22 @@ def images_are_causal(model: PreTrainedModel, inputs: Inputs) -> bool:
     """Return True if a batch with images has other logits without token types, or raises an error without them."""
     kinds = [name for name in ("token_type_ids", "mm_token_type_ids") if name in inputs]
     without = {name: value for name, value in inputs.items() if name not in kinds}
+    with images_as_published(model):
+        try:
+            return differ(model(**without).logits, model(**inputs).logits)
+        except ValueError:
+            return True
+
+
+@contextmanager
+def images_as_published(model: PreTrainedModel) -> Iterator[None]:
+    """Let the tokens of an image attend to each other, as in published models, within a `with` block."""
     text = model.config.get_text_config()
     is_unset = getattr(text, "use_bidirectional_attention", False) is None
     if is_unset:
-        text.use_bidirectional_attention = "vision"  # as published; None is the class's default
+        text.use_bidirectional_attention = "vision"  # None is the class's default
     try:
-        return differ(model(**without).logits, model(**inputs).logits)
-    except ValueError:
-        return True
+        yield
     finally:
         if is_unset:
             text.use_bidirectional_attention = None
@@ -488,6 +514,9 @@ OF_CLASS: dict[str, Callable[[FamilyCase], bool]] = {
     "text-output-without-images": lambda case: text_raises(transformers_model(case), case.inputs(images=False)),
     "mrope-packed-documents": lambda case: documents_share_attention(
         case.reference(), case.inputs(images=False), mask=False
+    ),
+    "image-masks-in-packed-rows": lambda case: image_depends_on_text_before(
+        case.reference(), case.inputs(images=True, batch=1)
     ),
     "layers-across-documents": lambda case: documents_share_attention(
         case.reference(), case.inputs(images=False), mask=False

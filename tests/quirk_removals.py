@@ -17,6 +17,7 @@ REMOVE = {
     "masks-without-positions": "the decoder's rewrite in the family that the tripwire names",
     "text-output-without-images": "nrl_models/common/forward/image_outputs.py and `repairs` in the row of the family",
     "mrope-packed-documents": "PackedTextPositions in the family that the tripwire names",
+    "image-masks-in-packed-rows": "at_columns in nrl_models/common/documents/mask_functions.py, and its two uses",
     "layers-across-documents": "ByDocument in the family that the tripwire names",
     "mrope-stale-offsets": "FreshPositions in the family that the tripwire names",
     "shared-kv-without-cache": "this entry",

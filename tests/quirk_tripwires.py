@@ -40,7 +40,7 @@ def tripwire(quirk: Quirk, shows: bool | None, of: str = "upstream") -> None:
             f"{quirk.name}: every version this package takes satisfies {quirk.fixed}. Delete {removed}, and the "
             "entry; or say in the entry whom it is kept for."
         )
-    if shows is False and not quirk.fixed:
+    if shows is False and not quirk.fixed and quirk.is_introduced:
         raise QuirkExpiredError(
             f"{quirk.name}: it is no longer so that {asked}; asked of {of}. "
             f"Upstream has fixed it. Delete {removed}; and the entry, if that was the last. Or give the "
@@ -90,11 +90,11 @@ def _problems_of(quirk: Quirk) -> Iterable[str]:
             yield "has a probe that asks nothing"
         if quirk.probe not in get_args(ProbeKind):
             yield f"has a probe of kind {quirk.probe!r}: expected one of {', '.join(filter(None, get_args(ProbeKind)))}"
-    if quirk.fixed:
+    for what, release in (("fixed", quirk.fixed), ("introduced", quirk.since)):
         try:
-            Requirement(quirk.fixed)
+            Requirement(release or "transformers")
         except ValueError as error:
-            yield f"is fixed in {quirk.fixed!r}, which is no requirement: {error}"
+            yield f"is {what} in {release!r}, which is no requirement: {error}"
     if not quirk.where or set(quirk.where) - set(PLACES):
         yield f"acts at {', '.join(quirk.where) or 'no place'}: expected some of {', '.join(PLACES)}"
     for field in ("symptom", "handling", "switch"):

@@ -19,6 +19,7 @@ SWITCHES = frozenset(
         "engine-tied-head",
         "engine-tokenizer",
         "engine-v0-runtime",
+        "image-masks-in-packed-rows",
         "masks-without-positions",
         "text-output-without-images",
         "mrope-packed-documents",

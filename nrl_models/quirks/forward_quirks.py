@@ -62,6 +62,18 @@ FORWARD = (
         asks="transformers lets packed documents attend to each other without a mask",
     ),
     Quirk(
+        name="image-masks-in-packed-rows",
+        symptom="In packed rows, tokens of an image attend to the wrong tokens in layers with sliding windows, because "
+        "transformers reads the mask of images at position IDs. These restart with each document.",
+        where=("forward",),
+        applies=predicates.packs_images_with_windows,
+        handling="nrl_models reads the mask of images at the columns of the row.",
+        code=("nrl_models.common.documents.mask_functions:at_columns",),
+        since="transformers>=5.23",
+        probe="behavioral",
+        asks="the class of transformers computes an image differently after a packed document",
+    ),
+    Quirk(
         name="layers-across-documents",
         symptom="Packed documents affect each other, because some layers ignore position IDs. Recurrent layers "
         "carry over the state of the previous document, and some decoders count positions from the start "

@@ -26,6 +26,12 @@ def packs(subject: Subject) -> bool:
     return isinstance(subject.model, FamilyModel) and "packed sequences" not in subject.model.limits
 
 
+def packs_images_with_windows(subject: Subject) -> bool:
+    """Return True if packed rows may have images whose tokens attend to each other in layers with sliding windows."""
+    windows = getattr(subject.text, "sliding_window", None) is not None
+    return windows and packs(subject) and "token-types" in subject.handled
+
+
 def shares_keys_and_values(subject: Subject) -> bool:
     """Return True if later layers attend to keys and values of earlier layers."""
     shares = getattr(subject.text, "num_kv_shared_layers", 0) or subject.any_size

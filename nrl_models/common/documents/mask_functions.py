@@ -7,6 +7,8 @@ from typing import Any
 
 from transformers import masking_utils
 
+from nrl_models.common.switches import is_off
+
 MaskFunction = Callable[..., Any]
 
 _REMAPPED = "remap_positions_for_packed_sequence"
@@ -33,7 +35,7 @@ def at_columns(mask_function: MaskFunction) -> MaskFunction:
     it. A mask of images (`blockwise_overlay`) is then read at the wrong tokens. Windows are the same at columns: they
     only need differences. Masks with chunks are returned unchanged.
     """
-    if "chunked_overlay" in _names(mask_function):
+    if is_off("image-masks-in-packed-rows") or "chunked_overlay" in _names(mask_function):
         return mask_function
     name, held = _made_by(mask_function)
     if name == "and_masks":

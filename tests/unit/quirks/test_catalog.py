@@ -49,6 +49,7 @@ def test_catalog_is_complete() -> None:
         ({"probe": ""}, "one: has neither a probe nor a version bound"),
         ({"asks": ""}, "one: has a probe that asks nothing"),
         ({"probe": "hearsay"}, "one: has a probe of kind 'hearsay'"),
+        ({"since": "the last one"}, "one: is introduced in 'the last one', which is no requirement"),
         ({"probe": "", "fixed": "the next one"}, "one: is fixed in 'the next one', which is no requirement"),
         ({"where": ("everywhere",)}, "one: acts at everywhere: expected some of load, forward"),
         ({"where": ()}, "one: acts at no place"),
@@ -179,3 +180,10 @@ def test_tripwire_fires_if_all_versions_have_the_fix() -> None:
     later = replace(ONE, fixed="torch>=99")
     assert not later.is_fixed
     tripwire(later, True)
+
+
+def test_the_tripwire_accepts_releases_before_the_quirk() -> None:
+    tripwire(replace(ONE, since="torch>=99"), False)
+    with pytest.raises(QuirkExpiredError, match="it is no longer so that it hurts"):
+        tripwire(replace(ONE, since="torch>=2.0"), False)
+    assert replace(ONE, since="torch>=2.0").expiry.endswith(", since torch>=2.0")

@@ -8,7 +8,7 @@ import pytest
 import quirk_probes as probes
 import torch
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from versions import case_of
+from versions import case_of, since
 
 from nrl_models import registry
 from nrl_models.common.forward.image_outputs import ImageOutputs
@@ -65,6 +65,16 @@ def test_symptom_of_mrope_packed_documents() -> None:
 
 def test_cure_of_mrope_packed_documents() -> None:
     assert not meet(MROPE, mask=False)
+
+
+@since("5.23")
+def test_symptom_of_image_masks_in_packed_rows() -> None:
+    with quirks_off("image-masks-in-packed-rows"):
+        assert probes.image_depends_on_text_before(IMAGES.model(), IMAGES.inputs(batch=1))
+
+
+def test_cure_of_image_masks_in_packed_rows() -> None:
+    assert not probes.image_depends_on_text_before(IMAGES.model(), IMAGES.inputs(batch=1))
 
 
 def test_symptom_of_layers_across_documents() -> None:
