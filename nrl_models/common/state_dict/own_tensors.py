@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
+from nrl_models.common.logs import get_logger
 from nrl_models.common.modules import innermost, is_flattened, named_tensors, own_modules, own_name, without_wrappers
 from nrl_models.common.process_state import BUILDING
 from nrl_models.common.state_dict import layouts
@@ -21,6 +22,8 @@ from nrl_models.common.upstream_conversions import loaded_conversions, set_loade
 from nrl_models.common.upstream_torch import FLATTENED, FSDP1_NAME, is_traceable_wrapper_subclass, module_wrappers
 from nrl_models.common.views.view import HFTensor, place_of
 from nrl_models.errors import Problem, ProblemKind, StateDictError
+
+logger = get_logger(__name__)
 
 
 def own_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -284,6 +287,25 @@ def as_built(model: Any, dtype: torch.dtype | None = None) -> PreTrainedModel:
     layouts.note_loaded_names(built, layouts.loaded_names(model))
     keep(built, kept_by(model))
     return built
+
+
+def modules_beside(model: PreTrainedModel) -> list[str]:
+    """Return the names of modules next to a language model's decoder that its class does not have: value heads."""
+    base, head = model.base_model, model.get_output_embeddings()
+    if base is model or head is None:
+        return []
+    others = [name for name, part in model.named_children() if part is not base and part is not head]
+    built = as_built(model) if others else model
+    return [name for name in others if not hasattr(built, name)]
+
+
+def for_engines(tensors: Mapping[str, HFTensor], beside: Sequence[str]) -> dict[str, HFTensor]:
+    """Return the tensors to export without those of the modules `beside`, and log the modules once."""
+    if beside:
+        names = ", ".join(beside)
+        logger.warning_once(f"{names}: not exported, because the model's class and engines do not have this module")
+    prefixes = tuple(f"{name}." for name in beside)
+    return {name: tensor for name, tensor in tensors.items() if not tensor.parameters[0].startswith(prefixes)}
 
 
 def computed_weights(model: PreTrainedModel) -> list[str]:

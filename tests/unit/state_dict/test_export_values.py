@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -10,11 +11,13 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from torch import nn
 from transformers import BitsAndBytesConfig
 
 from nrl_models import AutoModelForCausalLM, export_adapter, registry
+from nrl_models.engines.hf import HFEngine
 from nrl_models.errors import StateDictError
 from nrl_models.testing.case import FamilyCase
 
@@ -186,3 +189,32 @@ def test_export_of_quantized_weights_raises(name: str, method: str, model: Any, 
         model.state_dict_adapter.export_plan()
     with pytest.raises(StateDictError):
         next(before.iter_export(model))
+
+
+@pytest.mark.parametrize("kind", ["attribute", "LoRA", "modules_to_save"])
+def test_value_head_is_not_exported(kind: str, model: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """An engine has no such module, so its refit would fail."""
+    expected = {name: tensor.clone() for name, tensor in model.state_dict_adapter.iter_export(model)}
+    engine = HFEngine(copy.deepcopy(model))
+    name = f"value_head_{kind}".lower()  # each name is logged once
+    model.add_module(name, nn.Linear(model.config.hidden_size, 1))
+    trainer = model
+    if kind != "attribute":
+        saved = [name] if kind == "modules_to_save" else None
+        trainer = get_peft_model(model, LoraConfig(target_modules=["q_proj"], modules_to_save=saved))
+    with caplog.at_level(logging.WARNING):
+        adapter = export_adapter(trainer)
+        found = dict(adapter.iter_export(trainer))
+    assert caplog.text.count(f"{name}: not exported") == 1
+    assert [each for each, _, _ in adapter.export_plan()] == list(found)
+    assert found.keys() == expected.keys()
+    for each, tensor in expected.items():
+        torch.testing.assert_close(found[each], tensor, rtol=0, atol=0)
+    engine.refit(found.items())
+
+
+def test_module_inside_the_decoder_is_exported(model: Any) -> None:
+    """The model computes with it, so engines must reject it."""
+    model.model.layers[0].mlp.extra = nn.Linear(2, 2, bias=False)
+    names = [name for name, _ in export_adapter(model).iter_export(model)]
+    assert "model.layers.0.mlp.extra.weight" in names
