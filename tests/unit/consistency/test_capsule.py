@@ -361,9 +361,7 @@ def test_token_limit_omits_activations(tmp_path: Path) -> None:
     assert replay.summary == verdict.summary
 
 
-def test_file_has_no_pickle_paths_or_credentials(
-    capsules: dict[str, tuple[Path, Verdict]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_file_has_no_pickle_paths_or_credentials(capsules: dict[str, tuple[Path, Verdict]]) -> None:
     for file, _ in capsules.values():
         data = file.read_bytes()
         for secret in (str(file.parent), str(Path.home()) + "/", "hunter22", "gpu.example.com", "_name_or_path"):

@@ -20,7 +20,6 @@ from checkpoints import (
     edit_config,
     edit_weights,
     hf_tensors,
-    new_model,
     problems,
 )
 from packaging.version import Version
@@ -504,5 +503,5 @@ def test_loaded_models_do_not_share_memory(llama_checkpoint: Path) -> None:
 
 def test_new_model_dtype() -> None:
     for dtype in (torch.float32, torch.bfloat16):
-        model = new_model(tiny_config(LlamaConfig), dtype=dtype)
-        assert model.dtype == dtype
+        model = AutoModelForCausalLM.from_config(tiny_config(LlamaConfig), dtype=dtype)
+        assert {parameter.dtype for parameter in model.parameters()} == {dtype}

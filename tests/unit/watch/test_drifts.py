@@ -339,4 +339,4 @@ def test_bf16_engine_within_bars_is_a_warning() -> None:
     samples = loop.sample()
     report = watch.before_update(samples, loop.logprobs(samples).logprobs)
     assert report.passed
-    assert all((finding.cause, finding.level) == (Cause.PRECISION, Severity.WARNING) for finding in watch.findings)
+    assert {(finding.cause, finding.level) for finding in watch.findings} == {(Cause.PRECISION, Severity.WARNING)}
