@@ -22,6 +22,8 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
+from nrl_models.common.value_checks import is_integer
+from nrl_models.errors import UnknownOptionError
 from nrl_models.logprobs.fused import fuses
 from nrl_models.logprobs.logit_buffers import (
     CHUNK_ELEMENTS,
@@ -108,6 +110,19 @@ def chunked_statistics(
             hidden, weight, bias, tokens, head, sampling.processing, entropy, reference, size, passes, derivatives
         )
     return TokenStatistics(logprobs, entropies, kl)
+
+
+def chunk_tokens(chunk_size: int | str | None) -> int | None:
+    """Return the number of tokens per chunk for a chunk size; None for "auto" and None.
+
+    Raises:
+        UnknownOptionError: If it is neither of these nor a number above 0.
+    """
+    if chunk_size is None or chunk_size == "auto":
+        return None
+    if isinstance(chunk_size, int) and is_integer(chunk_size, 1):
+        return chunk_size
+    raise UnknownOptionError(f"chunk_size={chunk_size!r}: expected a number of tokens above 0, 'auto' or None")
 
 
 def statistics_of(

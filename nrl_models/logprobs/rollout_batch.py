@@ -21,12 +21,13 @@ from nrl_models.common.modules import device_of, innermost
 from nrl_models.errors import UnknownArgumentError, parse_option, shown
 from nrl_models.logprobs import microbatches
 from nrl_models.logprobs.accumulation import Accumulation, MicrobatchInputs, SequenceBatch
+from nrl_models.logprobs.chunked import chunk_tokens
 from nrl_models.logprobs.head import require_head
 from nrl_models.logprobs.microbatches import Layout, Microbatch, largest, layout_of, ranks_of
 from nrl_models.logprobs.sampling import Sampling
 from nrl_models.logprobs.shared_prompts import can_share_prompts, units_with_shared_prompts
 from nrl_models.logprobs.token_inputs import require_zeros_and_ones, unknown_token
-from nrl_models.logprobs.tokens import LossFunction, LossTerms, TokenLogprobs, chunk_tokens
+from nrl_models.logprobs.tokens import LossFunction, LossTerms, TokenLogprobs
 
 TokenSequence = Sequence[int] | torch.Tensor
 Mask = Sequence[bool] | torch.Tensor

@@ -14,6 +14,7 @@ from nrl_models.common.config.spelling import misspellings_of
 from nrl_models.common.documents.boundaries import starts_of
 from nrl_models.common.documents.layers import BOUNDARIES
 from nrl_models.common.documents.packing import checked_positions, token_positions
+from nrl_models.common.forward.mrope import rotary_planes, text_positions
 from nrl_models.common.forward.routing import routing_is_observed
 from nrl_models.common.forward.token_types import PER_TOKEN
 from nrl_models.common.modules import innermost, input_embeddings, reads_complete_rows
@@ -65,6 +66,8 @@ def forward_inputs(inputs: Mapping[str, Any]) -> dict[str, Any]:
 def require_grids(input_ids: Any, **others: Any) -> None:
     """Check that arguments are tensors `(batch, seq_len)`, and that token IDs and positions are whole numbers.
 
+    Positions may have planes, `(planes, batch, seq_len)`; see `require_planes`.
+
     Raises:
         UnknownArgumentError: If an argument is not a tensor.
         ValueError: If it has another shape or dtype, or there are no tokens.
@@ -75,7 +78,9 @@ def require_grids(input_ids: Any, **others: Any) -> None:
             raise UnknownArgumentError(f"{name}={shown(value)}: expected a tensor (batch, seq_len)")
     shape = input_ids.shape
     wrong = [
-        f"{name} {tuple(value.shape)}" for name, value in others.items() if value is not None and value.shape != shape
+        f"{name} {tuple(value.shape)}"
+        for name, value in others.items()
+        if value is not None and value.shape[name == "position_ids" and value.ndim == 3 :] != shape
     ]
     if len(shape) != 2 or wrong:
         raise ValueError(
@@ -88,6 +93,23 @@ def require_grids(input_ids: Any, **others: Any) -> None:
         value = every.get(name)
         if value is not None and (value.is_floating_point() or value.is_complex() or value.dtype == torch.bool):
             raise ValueError(f"{name} is of {value.dtype}: expected whole numbers")
+
+
+def require_planes(models: Iterable[nn.Module], position_ids: torch.Tensor | None) -> None:
+    """Check that positions `(planes, batch, seq_len)` have the planes of each model's M-RoPE, or one more for text.
+
+    Raises:
+        ValueError: If they have others, or a model has plain positions.
+    """
+    if position_ids is None or position_ids.ndim == 2:
+        return
+    for model in models:
+        planes = rotary_planes(model)
+        if not planes or len(position_ids) not in (planes, 1 + planes):
+            expected = f"(batch, seq_len){f', or {planes} or {1 + planes} planes of them' if planes else ''}"
+            raise ValueError(
+                f"position_ids has shape {tuple(position_ids.shape)}: {type(model).__name__} expects {expected}"
+            )
 
 
 def unknown_token(models: Iterable[nn.Module], ids: torch.Tensor) -> str | None:
@@ -163,6 +185,7 @@ def require_spelling(forward: Callable[..., Any], inputs: Mapping[str, Any], kno
 
 
 def positions_of_boundaries(
+    model: nn.Module,
     input_ids: torch.Tensor,
     attention_mask: torch.Tensor | None,
     position_ids: torch.Tensor | None,
@@ -170,14 +193,19 @@ def positions_of_boundaries(
 ) -> torch.Tensor | None:
     """Return positions of packed sequences whose boundaries are in `cu_seq_lens_q`; else `position_ids`.
 
+    Positions with planes get the plane of text first.
+
     Raises:
         ValueError: If boundaries and positions disagree.
     """
     if inputs.get("cu_seq_lens_q") is None:
         return position_ids
-    given = {"input_ids": input_ids, "position_ids": position_ids, "cu_seq_lens_q": inputs["cu_seq_lens_q"]}
+    text = text_positions(model, position_ids)
+    given = {"input_ids": input_ids, "position_ids": text, "cu_seq_lens_q": inputs["cu_seq_lens_q"]}
     found: torch.Tensor = checked_positions(given, attention_mask)
-    return found
+    if position_ids is None or position_ids.ndim == 2:
+        return found
+    return torch.cat([found[None], position_ids[-rotary_planes(model) :]])
 
 
 def require_unpacked(
@@ -211,6 +239,7 @@ def mask_and_positions(
     inner = innermost(model)
     if (
         position_ids is not None
+        and position_ids.ndim == 2
         and _only_count_tokens(position_ids, attention_mask)
         and computes_positions(inner, media=media)  # last, because it visits all modules
     ):
@@ -279,6 +308,12 @@ class LeftPadding:
             return value
         rows = torch.arange(len(value), device=value.device)[:, None]
         return value[rows, self.columns.to(value.device)]
+
+    def moved_positions(self, position_ids: torch.Tensor | None) -> torch.Tensor | None:
+        """Move the rows of positions, which may have planes."""
+        if position_ids is None or position_ids.ndim == 2:
+            return self.moved(position_ids)
+        return torch.stack([self.moved(plane) for plane in position_ids])
 
     def moved_inputs(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
         """Move the rows of arguments of `PER_TOKEN`. Leaves `BOUNDARIES` out, because positions replace them.

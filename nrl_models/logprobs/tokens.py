@@ -12,11 +12,11 @@ import torch
 from torch import nn
 
 from nrl_models.common.documents.boundaries import columns_before, prompts_are_shared, starts_of
+from nrl_models.common.forward.mrope import text_positions
 from nrl_models.common.forward.routing import places_unknown
 from nrl_models.common.modules import innermost
-from nrl_models.common.value_checks import is_integer
-from nrl_models.errors import UnknownArgumentError, UnknownOptionError, parse_option, shown
-from nrl_models.logprobs.chunked import chunked_statistics, statistics_of
+from nrl_models.errors import UnknownArgumentError, parse_option, shown
+from nrl_models.logprobs.chunked import chunk_tokens, chunked_statistics, statistics_of
 from nrl_models.logprobs.head import hidden_states_and_head, logits_at, require_head
 from nrl_models.logprobs.logit_buffers import OutputHead, Reference, TokenStatistics
 from nrl_models.logprobs.sampling import Sampling
@@ -27,6 +27,7 @@ from nrl_models.logprobs.token_inputs import (
     positions_of_boundaries,
     require_grids,
     require_known_tokens,
+    require_planes,
     require_spelling,
     require_unpacked,
     require_zeros_and_ones,
@@ -100,6 +101,8 @@ def token_logprobs(
         attention_mask: `(batch, length)`, False or 0 for padding, on either side or between tokens.
         position_ids: `(batch, length)`. A sequence starts where they restart. By default, and if they only count the
             tokens of a row, the model computes its positions (from images, token IDs or the mask), or counts tokens.
+            With M-RoPE also `(3, batch, length)`, with one sequence per row, or `(4, batch, length)`, where the first
+            plane separates sequences.
         temperature, top_k, top_p: The engine's sampling parameters, see `Sampling`. Tokens that they exclude have no
             finite log-probability, see `TokenLogprobs.outside`.
         score: `(batch, length)` bool: tokens to score. The output embedding is applied only to these. Default: all.
@@ -147,16 +150,19 @@ def token_logprobs(
     require_spelling(models[0].forward, inputs, ARGUMENTS)
     input_ids = input_ids.long()
     require_known_tokens(models, input_ids)
-    position_ids = positions_of_boundaries(input_ids, attention_mask, position_ids, inputs)
-    require_unpacked(wrapped, position_ids, attention_mask)
+    require_planes(models, position_ids)
+    position_ids = positions_of_boundaries(models[0], input_ids, attention_mask, position_ids, inputs)
+    starting = text_positions(models[0], position_ids)
+    require_unpacked(wrapped, starting, attention_mask)
     padding = LeftPadding.of(attention_mask, models, inputs)
     if padding is not None:
-        grids = {"attention_mask": attention_mask, "position_ids": position_ids, "score": score}
+        grids = {"attention_mask": attention_mask, "score": score}
         with places_unknown(MOVED, *wrapped):
             moved = token_logprobs(
                 model,
                 padding.moved(input_ids),
                 **{name: padding.moved(value) for name, value in grids.items()},
+                position_ids=padding.moved_positions(position_ids),
                 **padding.moved_inputs(inputs),
                 **asdict(sampling),
                 entropy=entropy,
@@ -166,12 +172,12 @@ def token_logprobs(
                 chunk_size=chunk_size,
             )
         return padding.restored(moved, STATISTICS)
-    positions = scored_positions(input_ids, attention_mask, position_ids, score)
+    positions = scored_positions(input_ids, attention_mask, starting, score)
     media = any(value is not None for value in inputs.values())
     inputs |= mask_and_positions(model, attention_mask, position_ids, media=media)
-    rows, columns, sizes = _in_order(positions, loss_terms, position_ids, attention_mask)
+    rows, columns, sizes = _in_order(positions, loss_terms, starting, attention_mask)
     tokens = input_ids[rows, columns]
-    before = _before(rows, columns, position_ids)  # the hidden state that predicts a token is the one before it
+    before = _before(rows, columns, starting)  # the hidden state that predicts a token is the one before it
     placed = _Placed(positions, (rows, columns), entropy, reference is not None, loss)
     if chunk_size is None:
         logits = logits_at(model, input_ids, before, inputs)
@@ -230,19 +236,6 @@ def _before(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return rows and columns of the preceding tokens."""
     return rows, columns - 1 if position_ids is None else columns_before(position_ids)[rows, columns]
-
-
-def chunk_tokens(chunk_size: int | str | None) -> int | None:
-    """Return the number of tokens per chunk for a chunk size; None for "auto" and None.
-
-    Raises:
-        UnknownOptionError: If it is neither of these nor a number above 0.
-    """
-    if chunk_size is None or chunk_size == "auto":
-        return None
-    if isinstance(chunk_size, int) and is_integer(chunk_size, 1):
-        return chunk_size
-    raise UnknownOptionError(f"chunk_size={chunk_size!r}: expected a number of tokens above 0, 'auto' or None")
 
 
 def _reference(

@@ -27,6 +27,7 @@ from nrl_models.common.documents.current_documents import (
 )
 from nrl_models.common.documents.masks import attend_by_document
 from nrl_models.common.documents.media_positions import computes_media_positions
+from nrl_models.common.forward.mrope import text_positions
 from nrl_models.common.switches import is_off
 from nrl_models.common.upstream import cache_in
 
@@ -98,7 +99,7 @@ _signature_of = functools.cache(_Signature.of)
 
 def _may_be_packed(inputs: Mapping[str, Any]) -> bool:
     """Return True if the values of a call's arguments decide whether its batch is packed."""
-    positions_decide = _is_2d(inputs.get("position_ids")) and cache_in(inputs) is None
+    positions_decide = inputs.get("position_ids") is not None and cache_in(inputs) is None
     return positions_decide or inputs.get("cu_seq_lens_q") is not None
 
 
@@ -114,11 +115,12 @@ def _run(forward: Forward, signature: _Signature, model: Any, args: tuple[Any, .
         with running(None):
             return forward(model, *args, **kwargs)
     attend_by_document()
-    rows = len(inputs["position_ids"])
+    rows = documents.shape[0]
     inputs["attention_mask"] = None
     if signature.takes("use_cache"):
         inputs["use_cache"] = False
-    if not signature.takes("position_ids") or computes_media_positions(model, inputs):
+    is_2d = _is_2d(inputs["position_ids"])
+    if not signature.takes("position_ids") or (is_2d and computes_media_positions(model, inputs)):
         del inputs["position_ids"]  # the documents contain the same information
     with running(documents):
         output = forward(model, **inputs)
@@ -145,6 +147,8 @@ def _documents_of(model: Any, inputs: dict[str, Any]) -> Documents | None:
     if inputs.get("cu_seq_lens_q") is not None:
         inputs["position_ids"] = checked_positions(inputs, mask)
     positions = inputs.get("position_ids")
+    planes: Any = positions
+    positions = text_positions(model, positions)
     if positions is None or not _is_2d(positions) or cache_in(inputs) is not None:
         return None
     if mask is None:
@@ -161,7 +165,8 @@ def _documents_of(model: Any, inputs: dict[str, Any]) -> Documents | None:
     _check_starts(*on_host)
     documents = Documents.from_positions(on_host[1], on_host[0]).to(positions.device)
     # Padding has any positions. Decoders that compute their own compare them with those of the documents.
-    inputs["position_ids"] = torch.where(mask.bool(), positions, documents.positions)
+    positions = torch.where(mask.bool(), positions, documents.positions)
+    inputs["position_ids"] = positions if _is_2d(planes) else torch.cat([positions[None], planes[1:]])
     return documents
 
 
