@@ -13,8 +13,8 @@ from torch import nn
 from nrl_models.common.config.spelling import misspellings_of
 from nrl_models.common.documents.boundaries import starts_of
 from nrl_models.common.documents.layers import BOUNDARIES
+from nrl_models.common.documents.media_positions import rotary_planes, text_positions
 from nrl_models.common.documents.packing import checked_positions, token_positions
-from nrl_models.common.forward.mrope import rotary_planes, text_positions
 from nrl_models.common.forward.routing import routing_is_observed
 from nrl_models.common.forward.token_types import PER_TOKEN
 from nrl_models.common.modules import innermost, input_embeddings, reads_complete_rows

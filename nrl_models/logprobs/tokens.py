@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from nrl_models.common.documents.boundaries import columns_before, prompts_are_shared, starts_of
-from nrl_models.common.forward.mrope import text_positions
+from nrl_models.common.documents.media_positions import text_positions
 from nrl_models.common.forward.routing import places_unknown
 from nrl_models.common.modules import innermost
 from nrl_models.errors import UnknownArgumentError, parse_option, shown

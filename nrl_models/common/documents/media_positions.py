@@ -1,10 +1,11 @@
-"""Positions of packed documents in models that compute positions from images (M-RoPE)."""
+"""Positions in models that compute them from images (M-RoPE): packed documents, and positions with planes."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import nn
 
 from nrl_models.common.upstream import MEDIA, POSITIONS_FROM_MEDIA
@@ -29,3 +30,20 @@ def computes_media_positions(model: nn.Module, inputs: Mapping[str, Any]) -> boo
             "again inside a row with images. Put each document in a separate row, and pad."
         )
     return False
+
+
+def rotary_planes(model: nn.Module) -> int:
+    """Return the number of planes of a model's rotary positions (M-RoPE). 0 if it has plain positions."""
+    sections = (getattr(module, "mrope_section", None) for module in model.modules())
+    return next((len(section) for section in sections if section is not None), 0)
+
+
+def text_positions(model: nn.Module, position_ids: torch.Tensor | None) -> torch.Tensor | None:
+    """Return the positions `(batch, seq_len)` that separate packed documents; None if there are none.
+
+    With M-RoPE, `position_ids` may be `(planes, batch, seq_len)`, and then rows have one document each; or `(1 +
+    planes, batch, seq_len)`, whose first plane separates documents.
+    """
+    if position_ids is None or position_ids.ndim != 3:
+        return position_ids
+    return position_ids[0] if len(position_ids) == 1 + rotary_planes(model) else None

@@ -26,8 +26,7 @@ from nrl_models.common.documents.current_documents import (
     some_layer_ran_packed,
 )
 from nrl_models.common.documents.masks import attend_by_document
-from nrl_models.common.documents.media_positions import computes_media_positions
-from nrl_models.common.forward.mrope import text_positions
+from nrl_models.common.documents.media_positions import computes_media_positions, text_positions
 from nrl_models.common.switches import is_off
 from nrl_models.common.upstream import cache_in
 

@@ -16,23 +16,6 @@ from nrl_models.common.switches import is_off
 from nrl_models.common.upstream import cache_in, named_arguments
 
 
-def rotary_planes(model: nn.Module) -> int:
-    """Return the number of planes of a model's rotary positions (M-RoPE). 0 if it has plain positions."""
-    sections = (getattr(module, "mrope_section", None) for module in model.modules())
-    return next((len(section) for section in sections if section is not None), 0)
-
-
-def text_positions(model: nn.Module, position_ids: torch.Tensor | None) -> torch.Tensor | None:
-    """Return the positions `(batch, seq_len)` that separate packed documents; None if there are none.
-
-    With M-RoPE, `position_ids` may be `(planes, batch, seq_len)`, and then rows have one document each; or `(1 +
-    planes, batch, seq_len)`, whose first plane separates documents.
-    """
-    if position_ids is None or position_ids.ndim != 3:
-        return position_ids
-    return position_ids[0] if len(position_ids) == 1 + rotary_planes(model) else None
-
-
 class PackedTextPositions(nn.Module):
     """Mixin for a decoder with M-RoPE: plain positions keep packed documents apart, as in other decoders.
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 
 from nrl_models import registry, token_logprobs
 from nrl_models.testing.case import FamilyCase
+
+M_ROPE = cast(Any, registry.model_class("Qwen2_5_VLForConditionalGeneration"))
 
 IDS = torch.randint(20, 300, (2, 9), generator=torch.Generator().manual_seed(0))
 
@@ -18,7 +20,7 @@ def planes_of_images() -> tuple[FamilyCase, dict[str, Any], torch.Tensor, torch.
 
     The positions are doubled, so that they are not those that the model computes.
     """
-    case = FamilyCase(registry.model_class("Qwen2_5_VLForConditionalGeneration"))
+    case = FamilyCase(M_ROPE)
     inputs, reference = case.inputs(images=True, batch=1), case.reference()
     inputs.pop("attention_mask", None)
     types = {"mm_token_type_ids": inputs["mm_token_type_ids"], "image_grid_thw": inputs["image_grid_thw"]}
@@ -75,7 +77,7 @@ def test_documents_with_planes_stay_apart(boundaries: bool, padding: int) -> Non
 
 @pytest.mark.parametrize("count", [3, 4])
 def test_planes_move_with_left_padding(count: int) -> None:
-    case = FamilyCase(registry.model_class("Qwen2_5_VLForConditionalGeneration"))
+    case = FamilyCase(M_ROPE)
     ids, planes = IDS[:2], torch.stack([step * torch.arange(IDS.shape[1]).expand(2, -1) for step in (2, 3, 5)])
     with torch.no_grad():
         logits = case.reference()(input_ids=ids, position_ids=planes, use_cache=False).logits
@@ -96,6 +98,6 @@ def test_planes_move_with_left_padding(count: int) -> None:
     ],
 )
 def test_models_do_not_take_other_planes(architecture: str, count: int, message: str) -> None:
-    model = FamilyCase(registry.model_class(architecture)).model()
+    model = FamilyCase(cast(Any, registry.model_class(architecture))).model()
     with pytest.raises(ValueError, match=message):
         token_logprobs(model, IDS, position_ids=torch.arange(IDS.shape[1]).expand(count, *IDS.shape))
