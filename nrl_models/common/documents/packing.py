@@ -1,4 +1,4 @@
-"""Keep packed documents in a row apart, also with an attention mask or a cache.
+"""Keep packed documents in a row apart, also with an attention mask or `use_cache`.
 
 Documents are separated by `position_ids` that start again at 0. transformers only checks for that if there is neither
 an attention mask nor a cache. With a mask of ones, or with the default `use_cache`, documents silently attend to each
@@ -62,10 +62,10 @@ def keep_documents_apart(forward: Forward, *, defined_by: type[nn.Module] | None
 
     Where positions start again, the wrapper drops a 2-D mask, makes no cache, and runs the forward with the documents
     (`documents_running()`). The mask is then redundant, because padding is never in one document with a later token.
-    Inside a wrapped forward, further wrapped forwards change nothing.
+    Inside a wrapped forward, further wrapped forwards change nothing. A packed row with a cache raises `ValueError`.
 
-    `torch.compile` cannot read positions. The wrapper therefore breaks the graph where a batch may be packed: with 2-D
-    `position_ids` or `cu_seq_lens_q`, and without a cache. Under `fullgraph=True` that raises torch's `Unsupported`.
+    `torch.compile` cannot read positions. The wrapper therefore breaks the graph where a batch may be packed: with
+    `cu_seq_lens_q`, or 2-D `position_ids` of several tokens. Under `fullgraph=True` that raises torch's `Unsupported`.
 
     Boundaries `cu_seq_lens_q`, which transformers' collators return, must agree with the positions, or replace them.
 
@@ -98,7 +98,9 @@ _signature_of = functools.cache(_Signature.of)
 
 def _may_be_packed(inputs: Mapping[str, Any]) -> bool:
     """Return True if the values of a call's arguments decide whether its batch is packed."""
-    positions_decide = inputs.get("position_ids") is not None and cache_in(inputs) is None
+    positions, mask = inputs.get("position_ids"), inputs.get("attention_mask")
+    is_row = isinstance(positions, torch.Tensor) and positions.ndim > 1 and positions.shape[-1] > 1
+    positions_decide = is_row and (mask is None or _is_2d(mask))
     return positions_decide or inputs.get("cu_seq_lens_q") is not None
 
 
@@ -140,24 +142,32 @@ def _documents_of(model: Any, inputs: dict[str, Any]) -> Documents | None:
     """Return the documents of a packed batch; None if every row has one. Sets positions from boundaries in `inputs`.
 
     Raises:
-        ValueError: If the model cannot keep documents apart, or mask, positions and boundaries contradict each other.
+        ValueError: If the model cannot keep documents apart, the row continues a cache, or mask, positions and
+            boundaries contradict each other.
     """
-    mask = inputs.get("attention_mask")
+    mask, cache = inputs.get("attention_mask"), cache_in(inputs)
     if inputs.get("cu_seq_lens_q") is not None:
         inputs["position_ids"] = checked_positions(inputs, mask)
     positions = inputs.get("position_ids")
     planes: Any = positions
     positions = text_positions(model, positions)
-    if positions is None or not _is_2d(positions) or cache_in(inputs) is not None:
+    if positions is None or not _is_2d(positions) or positions.shape[1] == 1:
         return None
     if mask is None:
         mask = torch.ones_like(positions)
+    elif cache is not None and _is_2d(mask):
+        mask = mask[:, -positions.shape[1] :]  # the mask also covers the tokens in the cache
     if not _is_2d(mask) or mask.shape != positions.shape or not start_again(mask, positions):
         return None
     if reason := getattr(model, "limits", {}).get("packed sequences"):
         raise ValueError(
             f"{type(model).__name__} cannot keep documents apart that are packed into one row: {reason}. "
             "position_ids start again inside a row: put each document in a separate row, and pad."
+        )
+    if cache is not None:
+        raise ValueError(
+            "position_ids start again inside a row, and a key-value cache was passed, which cannot keep documents "
+            "apart. Call the model without a cache, or put each document in a separate row, and pad."
         )
     on_host = mask.cpu(), positions.cpu()  # one wait for a GPU, instead of one for each check
     _check_padding(*on_host)

@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaForCausalLM, LlamaModel, PreTrainedModel
+from transformers import DynamicCache, LlamaForCausalLM, LlamaModel, PreTrainedModel
 
 from nrl_models import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification, registry
 from nrl_models.common.documents.packing import keep_documents_apart
+from nrl_models.common.upstream import cache_input
 from nrl_models.testing.case import FamilyCase
 
 PACKED = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 0, 1, 2, 3, 4]])
@@ -301,9 +302,32 @@ def test_cu_seqlens_match_position_ids(model: PreTrainedModel) -> None:
 
 
 @pytest.mark.parametrize("name", ["cache", "past_key_values"])
-def test_mask_is_kept_with_cache(name: str) -> None:
-    mask, cache = torch.ones(1, 3, dtype=torch.long), {name: object()}
-    assert Spy().forward(attention_mask=mask, position_ids=torch.tensor([[0, 1, 0]]), **cache) is mask
+@pytest.mark.parametrize("cached", [0, 2])
+def test_mask_of_single_document_is_kept_with_cache(name: str, cached: int) -> None:
+    mask, cache = torch.tensor([[1] * (cached + 4), [1] * cached + [0, 0, 1, 1]]), {name: object()}
+    positions = torch.tensor([[0, 1, 2, 3], [3, 0, 0, 1]]) + cached  # padding has any positions
+    assert Spy().forward(attention_mask=mask, position_ids=positions, **cache) is mask
+
+
+@pytest.mark.parametrize(("cached", "masked", "compiled"), [(0, False, False), (0, True, True), (4, True, False)])
+def test_packed_row_with_cache_raises(model: PreTrainedModel, cached: int, masked: bool, compiled: bool) -> None:
+    ids, cache = torch.arange(16, 28)[None], DynamicCache()
+    if cached:
+        model(ids[:, :cached], **cache_input(model.forward, cache))
+    mask = torch.ones(1, cached + 12, dtype=torch.long) if masked else None
+    for called in (model, model.model):
+        called = torch.compile(called, backend="eager") if compiled else called
+        with pytest.raises(ValueError, match=r"position_ids start again inside a row, and a key-value cache"):
+            called(ids, position_ids=PACKED, attention_mask=mask, **cache_input(model.forward, cache))
+        assert cache.get_seq_length() == cached
+
+
+def test_decoding_with_positions_compiles_without_graph_break(model: PreTrainedModel) -> None:
+    ids, cache = torch.arange(16, 28)[None], DynamicCache()
+    model(ids[:, :8], **cache_input(model.forward, cache))
+    step = {"position_ids": torch.tensor([[8]]), **cache_input(model.forward, cache)}
+    logits = torch.compile(model, backend="eager", fullgraph=True)(ids[:, 8:9], **step).logits
+    assert torch.allclose(logits[:, 0], model(ids).logits[:, 8], atol=1e-5)
 
 
 def test_4d_mask_is_unchanged() -> None:
