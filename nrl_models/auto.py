@@ -315,8 +315,8 @@ def _unknown_name(named: list[str], known: list[str], config: PreTrainedConfig) 
 
 def _kinds_of(config: PreTrainedConfig) -> str:
     fitting = [auto_class for auto_class in AUTO_CLASSES if type(config) in auto_class.upstream._model_mapping]
-    if AutoModelForImageTextToText in fitting:
-        fitting.remove(AutoModelForMultimodalLM)  # which returns the same class
+    if AutoModelForImageTextToText in fitting:  # AutoModelForMultimodalLM returns the same class
+        fitting = [auto_class for auto_class in fitting if auto_class is not AutoModelForMultimodalLM]
     if fitting:
         heads = [auto_class.__name__ for auto_class in fitting if auto_class is not AutoModel]
         return f"Use {' or '.join(heads or [AutoModel.__name__])}."

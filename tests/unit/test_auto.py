@@ -39,8 +39,9 @@ from nrl_models import (
     RemoteCodeError,
     UnknownArchitectureError,
     register_architecture,
+    registry,
 )
-from nrl_models.auto import auto_class_for, auto_class_of
+from nrl_models.auto import AUTO_CLASSES, auto_class_for, auto_class_of
 from nrl_models.common.backend import BackendConfig
 from nrl_models.common.projections import report
 from nrl_models.families.llama import model as llama_family
@@ -240,6 +241,31 @@ def test_error_suggests_matching_auto_class(auto: Any, config: Any, advice: str)
         auto.from_config(config())
     assert advice in str(caught.value)
     assert config.model_type in str(caught.value)
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_every_architecture_has_an_auto_class_or_a_typed_error(named: bool) -> None:
+    registry.register_custom_configs()
+    for name in registry.architectures(aliases=False):
+        if registry.unmet_requirement(name):
+            continue
+        config = registry.model_class(name).config_class(architectures=[name] if named else None)
+        served = []
+        for auto_class in AUTO_CLASSES:
+            try:
+                served.append(auto_class.architecture(config))
+            except UnknownArchitectureError:
+                continue
+        assert name in served or not named
+
+
+@pytest.mark.parametrize("architectures", [["KimiVLForConditionalGeneration"], None])
+def test_kimi_vl_loads_as_a_multimodal_model_and_as_nothing_else(architectures: list[str] | None) -> None:
+    registry.register_custom_configs()
+    config = registry.model_class("KimiVLForConditionalGeneration").config_class(architectures=architectures)
+    assert AutoModelForMultimodalLM.architecture(config) == "KimiVLForConditionalGeneration"
+    with pytest.raises(UnknownArchitectureError, match=r"is not a base model\. Use AutoModelForImageTextToText\."):
+        AutoModel.from_config(config, device="meta")
 
 
 def test_wrong_head_raises_missing_and_unexpected(tmp_path: Path) -> None:

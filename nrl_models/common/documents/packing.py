@@ -65,7 +65,7 @@ def keep_documents_apart(forward: Forward, *, defined_by: type[nn.Module] | None
     Inside a wrapped forward, further wrapped forwards change nothing. A packed row with a cache raises `ValueError`.
 
     `torch.compile` cannot read positions. The wrapper therefore breaks the graph where a batch may be packed: with
-    `cu_seq_lens_q`, or 2-D `position_ids` of several tokens. Under `fullgraph=True` that raises torch's `Unsupported`.
+    `cu_seq_lens_q`, or `position_ids` of several tokens. Under `fullgraph=True` that raises torch's `Unsupported`.
 
     Boundaries `cu_seq_lens_q`, which transformers' collators return, must agree with the positions, or replace them.
 

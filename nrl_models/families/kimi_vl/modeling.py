@@ -15,7 +15,13 @@ from typing import Any
 import torch
 from einops import rearrange
 from torch import nn
-from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForImageTextToText,
+    AutoModelForMultimodalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.cache_utils import Cache
 from transformers.generation import GenerationMixin
 from transformers.modeling_outputs import BaseModelOutput, CausalLMOutputWithPast
@@ -253,4 +259,5 @@ class KimiVLForConditionalGeneration(KimiVLPreTrainedModel, GenerationMixin):
 
 AutoConfig.register(MoonViTConfig.model_type, MoonViTConfig, exist_ok=True)
 AutoConfig.register(KimiVLConfig.model_type, KimiVLConfig, exist_ok=True)
-AutoModelForImageTextToText.register(KimiVLConfig, KimiVLForConditionalGeneration, exist_ok=True)
+for auto_class in (AutoModelForImageTextToText, AutoModelForMultimodalLM):
+    auto_class.register(KimiVLConfig, KimiVLForConditionalGeneration, exist_ok=True)
