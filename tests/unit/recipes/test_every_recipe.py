@@ -24,6 +24,7 @@ QUICK = ("demo/grpo", "demo/sft", "llama/grpo", "llama/sft", "qwen3/reward", "ge
 """Recipes that run in `make test`. `make test-all` runs the others."""
 
 ALIASES = {
+    "google/gemma-2-2b-it": "google/gemma-2-2b",
     "google/gemma-4-26B-A4B-it": "google/gemma-4-26B-A4B",
     "moonshotai/Moonlight-16B-A3B-Instruct": "moonshotai/Moonlight-16B-A3B",
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from recipes.test_every_recipe import ALIASES
 from transformers import AutoConfig
 
 from nrl_models import registry
+from nrl_models.common.trust.servers import VLLMS
 from nrl_models.losses.named import PreferenceLoss
 from nrl_models.recipes import read_recipe, recipes
 from nrl_models.recipes.recipe import PolicyRecipe
@@ -30,19 +32,67 @@ USABLE_SHARE = 0.95
 MINIMUM_CACHE = 1.5e9
 """Minimum bytes of an engine in addition to its weights, on each device."""
 
-NAMES = {**ALIASES, "unsloth/gpt-oss-20b-BF16": "openai/gpt-oss-20b"}
+NAMES = {
+    **ALIASES,
+    "unsloth/gpt-oss-20b-BF16": "openai/gpt-oss-20b",
+    "Skywork/Skywork-Reward-V2-Qwen3-0.6B": "Qwen/Qwen3-0.6B",
+}
+
+DENSE = {"enable_moe_block": False, "num_experts": None, "moe_intermediate_size": None, "top_k_experts": None}
+SHARED = DENSE | {"attention_k_eq_v": False, "num_global_key_value_heads": None, "hidden_size_per_layer_input": 256}
+
+GEMMA4: dict[str, dict[str, Any]] = {
+    "google/gemma-4-E2B-it": SHARED
+    | {
+        "hidden_size": 1536,
+        "intermediate_size": 6144,
+        "layer_types": [*["sliding_attention"] * 4, "full_attention"] * 7,
+        "num_attention_heads": 8,
+        "num_hidden_layers": 35,
+        "num_key_value_heads": 1,
+        "num_kv_shared_layers": 20,
+        "use_double_wide_mlp": True,
+    },
+    "google/gemma-4-E4B-it": SHARED
+    | {
+        "hidden_size": 2560,
+        "intermediate_size": 10240,
+        "layer_types": [*["sliding_attention"] * 5, "full_attention"] * 7,
+        "num_attention_heads": 8,
+        "num_hidden_layers": 42,
+        "num_key_value_heads": 2,
+        "num_kv_shared_layers": 18,
+    },
+    "google/gemma-4-31B-it": DENSE
+    | {
+        "hidden_size": 5376,
+        "intermediate_size": 21504,
+        "layer_types": [*["sliding_attention"] * 5, "full_attention"] * 10,
+        "num_attention_heads": 32,
+        "num_global_key_value_heads": 4,
+        "num_hidden_layers": 60,
+        "num_key_value_heads": 16,
+    },
+}
+"""Sizes of the text model, for repositories that otherwise have the keys of Gemma 4 26B-A4B."""
 
 _COMMENT = re.compile(r"# ([\d.]+) billion parameters at 16 bytes .*: (\d+) devices? of 80 GB")
 
 
-def parameters(repository: str) -> int | None:
-    """Return the number of parameters of the published configuration. None if it is not recorded."""
-    entry = published().get(NAMES.get(repository, repository))
-    if entry is None:
-        return None
-    values = {key: value for key, value in entry.config.items() if key not in ("model_type", "quantization_config")}
-    config = AutoConfig.for_model(entry.config["model_type"], **values)
-    (architecture,) = entry.config["architectures"]
+def configuration(repository: str) -> dict[str, Any]:
+    """Return the published configuration of a recipe's model, without its quantization."""
+    name = "google/gemma-4-26B-A4B" if repository in GEMMA4 else NAMES.get(repository, repository)
+    values = {key: value for key, value in published()[name].config.items() if key != "quantization_config"}
+    if repository in GEMMA4:
+        values["text_config"] = values["text_config"] | GEMMA4[repository]
+    return values
+
+
+def parameters(repository: str) -> int:
+    """Return the number of parameters of the published configuration."""
+    values = configuration(repository)
+    config = AutoConfig.for_model(values.pop("model_type"), **values)
+    (architecture,) = values["architectures"]
     if registry.unmet_requirement(architecture):
         pytest.skip(f"{architecture} needs another transformers")
     model = registry.model_class(architecture).from_config(config, device="meta", dtype=torch.bfloat16)
@@ -54,15 +104,14 @@ def test_recipe_fits_devices_in_comment(name: str) -> None:
     file = recipes()[name]
     recipe = read_recipe(file)
     found = _COMMENT.search(file.read_text())
-    counted = parameters(recipe.model.arguments["pretrained_model_name_or_path"])
-    billions, devices = (float(found[1]), int(found[2])) if found else (None, 1)
-    if billions is not None and counted is not None:
-        assert billions == pytest.approx(counted / 1e9, rel=0.03)
-    weights = counted or (billions or 0.0) * 1e9
-    if not weights:
-        pytest.skip("neither a recorded configuration nor a comment says how many weights")
+    weights = parameters(recipe.model.arguments["pretrained_model_name_or_path"])
+    devices = int(found[2]) if found else 1
+    assert found is None or float(found[1]) == pytest.approx(weights / 1e9, rel=0.03)
     engine = 0.0
-    if isinstance(recipe, PolicyRecipe) and recipe.engine.name == "vllm":
+    if isinstance(recipe, PolicyRecipe) and recipe.engine.name == "hf-generate":
+        engine = 2 * weights + CACHE  # one device has the whole engine
+    elif isinstance(recipe, PolicyRecipe):
+        assert recipe.engine.name in VLLMS
         options = recipe.engine.options
         ranks = options.get("tensor_parallel_size", 1)
         engine = options["gpu_memory_utilization"] * GPU
