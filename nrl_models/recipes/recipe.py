@@ -54,6 +54,7 @@ class EngineName(StrEnum):
     """Inference engines that accept new weights."""
 
     VLLM = "vllm"
+    VLLM_TRANSFORMERS = "vllm-transformers"
     MLX = "mlx"
     HF_GENERATE = "hf-generate"
 
@@ -189,7 +190,7 @@ class EngineSettings:
     """The inference engine for sampling.
 
     Args:
-        name: `vllm`, `mlx` or `hf-generate`, which accept new weights.
+        name: `vllm`, `vllm-transformers`, `mlx` or `hf-generate`, which accept new weights.
         dtype: Compute dtype. Default: the checkpoint's.
         options: Options of the engine, as for `--engine-option` in other commands.
 
