@@ -15,7 +15,7 @@ from nrl_models.certify.check_result import CheckResult, Side, Status, status_of
 from nrl_models.common.dtypes import dtype_name
 from nrl_models.common.state_dict.merged import export_adapter
 from nrl_models.consistency import Data, Mode
-from nrl_models.consistency.cells import NOISE_FACTOR, THRESHOLD, Cell, largest_error
+from nrl_models.consistency.cells import NOISE_FACTOR, THRESHOLD, Cell, is_conclusive, largest_error
 from nrl_models.consistency.refit import FIRST_BOUND
 from nrl_models.engines.base import Engine
 from nrl_models.engines.digests import digested, refit_problems
@@ -154,7 +154,7 @@ def _compared(
     if not error <= bound:
         problems = [*problems, f"token_mult_prob_error {shown_error(error)} between trainer and engine"]
         problems += ["the engine computes without the adapter"] if base <= bound else []
-    is_wide = bound >= effect or error > THRESHOLD
+    is_wide = bound >= effect or not is_conclusive(error)
     compared = sum(len(sample.tokens) for sample in samples)
     status = Status.NOT_DECIDED if is_wide and not problems else status_of(failed=bool(problems), compared=compared)
     summary = f"token_mult_prob_error {shown_error(error)}, and {shown_error(effect)} without the adapter"

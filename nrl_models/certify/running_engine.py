@@ -19,7 +19,7 @@ from nrl_models.common.dtypes import dtype_name
 from nrl_models.common.forward.routing import can_replay, engine_routing, replay_routing
 from nrl_models.common.modules import is_base_model
 from nrl_models.consistency import Data, Mode
-from nrl_models.consistency.cells import THRESHOLD, Cell, Settings
+from nrl_models.consistency.cells import THRESHOLD, Cell, Settings, is_conclusive
 from nrl_models.consistency.consistency_report import CellResult
 from nrl_models.consistency.judge import Judge
 from nrl_models.consistency.measure import Meter
@@ -232,7 +232,7 @@ def images(subject: CheckpointUnderTest) -> Iterator[CheckResult]:
     errors, tokens, bound, faults = _raw_images(subject) if known.raw_images else _image_tensors(subject)
     worst = worst_of(errors, default=0.0)
     failed = not worst <= bound
-    status = Status.FAILED if failed else Status.NOT_DECIDED if not tokens or worst > THRESHOLD else Status.PASSED
+    status = Status.FAILED if failed else Status.NOT_DECIDED if not (tokens and is_conclusive(worst)) else Status.PASSED
     yield CheckResult(
         name=name,
         status=status,

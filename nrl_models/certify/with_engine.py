@@ -24,6 +24,7 @@ from nrl_models.consistency.cells import (
     GUIDE_LENGTHS,
     LENGTHS,
     THRESHOLD,
+    is_conclusive,
     Cell,
     Data,
     Settings,
@@ -217,7 +218,7 @@ def of_cells(
     errors = worst.errors
     subject.save_plotted(name, worst.repeats[max(range(len(errors)), key=lambda index: last_if_nan(errors[index]))])
     tokens = sum(metrics.tokens for result in results for kind in result.comparisons.values() for metrics in kind)
-    wide = [result for result in results if result.passed and not result.worst[1] <= THRESHOLD]
+    wide = [result for result in results if result.passed and not is_conclusive(result.worst[1])]
     status = Status.FAILED if problems else Status.NOT_DECIDED if wide or not tokens else Status.PASSED
     cells = "1 cell:" if len(results) == 1 else f"{len(results)} cells; worst:"
     summary = f"{cells} {worst.cell}: token_mult_prob_error {shown_error(error)} ({comparison})"

@@ -35,6 +35,14 @@ def largest_error(threshold: float, noise_factor: float, noise: float) -> float:
     return max(threshold, explained) if math.isfinite(explained) else threshold
 
 
+def is_conclusive(error: float) -> bool:
+    """Return True if an error within its bound shows that two sides agree.
+
+    A bound above `THRESHOLD` follows from the noise floor. An error that only such a bound allows may also be a bug.
+    """
+    return error <= THRESHOLD
+
+
 @dataclass(frozen=True, slots=True)
 class Cell:
     """One combination of settings.

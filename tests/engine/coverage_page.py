@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from nrl_models.consistency.cells import THRESHOLD
 from nrl_models.testing.variants import SEPARATOR
 from tests.engine.facts import Facts
 from tests.engine.obstacles import Stage, obstacle
@@ -34,11 +35,15 @@ ENGINES = {"vLLM": "vllm", "vLLM with images": "vllm-images", "MLX": "mlx"}
 MEANINGS = {
     "agrees": "agree, after both refits",
     "agrees as loaded": "agree with the weights read from files, and cannot be refitted",
+    "not decided": f"not decided: their errors exceed {THRESHOLD}, and agree only within the noise floor of bf16",
     "disagrees": "disagree: the verdict names the wrong side",
     "not run": "cannot be run here",
 }
 ORDER = tuple(MEANINGS)
 """The possible outcomes, best first."""
+
+FAILING = ("agrees as loaded", "disagrees")
+"""The outcomes of engines that do not work."""
 
 MEASURED = {"refitted": "refitted", "stepped": "after a step", "loaded": "from files"}
 """The errors of an outcome, and their table headings."""
@@ -126,10 +131,16 @@ def summary_lines(
             lines[-1] += f", {without} {'has' if without == 1 else 'have'} no tiny model"
     lines += [f"- not tested yet: {', '.join(missing)}"] if missing else []
     lines += ["", f"[All {len(records)} results](engine-coverage/{ENGINES[engine]}.md)", ""]
-    failed = [name for name in by_outcome(records) if records[name].outcome["status"] in ORDER[1:3]]
+    failed = [name for name in by_outcome(records) if records[name].outcome["status"] in FAILING]
     lines += ["| architecture that fails | error | reason |", "|---|---|---|"]
     for name in failed:
         lines.append(f"| {name} | {shown(records[name].outcome['refitted'])} | {reasons[name]} |")
+    if counts["not decided"]:
+        lines += ["", "| architecture not decided | error | settings |", "|---|---|---|"]
+    for name, record in sorted(records.items()):
+        if record.outcome["status"] == "not decided":
+            worst = max(record.outcome.get(key) or 0.0 for key in MEASURED)
+            lines.append(f"| {name} | {shown(worst)} | {' '.join(conditions(record.outcome))} |")
     lines += ["", "| architecture not run | reason |", "|---|---|"]
     for name in by_outcome(records):
         if records[name].outcome["status"] == "not run":
@@ -142,8 +153,9 @@ def details_page(
 ) -> str:
     """Return a page with every result of an engine: failures, architectures that were not run, and those that agree."""
     outcomes = {name: records[name].outcome for name in by_outcome(records)}
-    failing = {name: each for name, each in outcomes.items() if each["status"] in ORDER[1:3]}
+    failing = {name: each for name, each in outcomes.items() if each["status"] in FAILING}
     not_run = {name: each for name, each in outcomes.items() if each["status"] == "not run"}
+    undecided = {name: each for name, each in outcomes.items() if each["status"] == "not decided"}
     agreeing = {name: each for name, each in outcomes.items() if each["status"] == "agrees"}
     columns = {key: heading for key, heading in measured.items() if key != "loaded"}
 
@@ -165,6 +177,9 @@ def details_page(
         "Architectures that fail": table(
             ("architecture", "outcome", *measured.values(), *end, "reason"),
             [(*row(name, measured, each["status"]), reasons[name]) for name, each in failing.items()],
+        ),
+        "Architectures that are not decided": table(
+            ("architecture", *measured.values(), *end), [row(name, measured) for name in undecided]
         ),
         "Architectures that were not run": table(
             ("architecture", "reason", "error"),
@@ -196,14 +211,14 @@ def reasons_of(
         outcome = record.outcome
         if outcome["status"] == "not run":
             reasons[name] = obstacle(name, Stage(outcome["stage"]), obstacles)
-        elif outcome["status"] != "agrees":
+        elif outcome["status"] in FAILING:
             reasons[name] = short_reason(outcome, causes.get(name, ""))
     return reasons
 
 
 def by_outcome(records: Mapping[str, Record]) -> list[str]:
-    """Return the architectures: failures first, then those not run, then those that agree."""
-    order = {"disagrees": 0, "agrees as loaded": 1, "not run": 2, "agrees": 3}
+    """Return the architectures: failures first, then those not decided or not run, then those that agree."""
+    order = {"disagrees": 0, "agrees as loaded": 1, "not decided": 2, "not run": 3, "agrees": 4}
     return sorted(records, key=lambda name: (order[records[name].outcome["status"]], name))
 
 

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from nrl_models import registry
 from nrl_models.common.dtypes import dtype_name
 from nrl_models.common.switches import quirks_off
-from nrl_models.consistency.cells import Settings
+from nrl_models.consistency.cells import Settings, is_conclusive
 from nrl_models.consistency.matrix import run_matrix
 from nrl_models.consistency.measure import Meter
 from nrl_models.consistency.prompts import Prompts
@@ -32,6 +32,7 @@ from nrl_models.testing.case import randomize
 from nrl_models.testing.sizes import FIRST_SPECIAL
 from nrl_models.testing.tiny import tiny_config
 from nrl_models.testing.variants import split_variant, with_variants
+from tests.engine.coverage_page import ORDER
 from tests.engine.facts import Facts
 from tests.engine.image_processors import save_processor
 from tests.engine.obstacles import Stage
@@ -49,7 +50,7 @@ BATCHES_ROUNDED = (8,)
 means, and with a small batch either could contain most of those sequences.
 """
 
-AGREES, AS_LOADED, DISAGREES, NOT_RUN = "agrees", "agrees as loaded", "disagrees", "not run"
+AGREES, AS_LOADED, NOT_DECIDED, DISAGREES, NOT_RUN = ORDER
 """The possible outcomes, best first."""
 
 
@@ -60,7 +61,7 @@ class Outcome:
     Args:
         architecture: The architecture, or one of its variants.
         status: `agrees` (after a refit from random weights and after another), `agrees as loaded` (with weights read
-            from files, but refits do not work), `disagrees` or `not run`.
+            from files, but refits do not work), `not decided` (see `decided`), `disagrees` or `not run`.
         refitted: `token_mult_prob_error` after the first refit. None without a refit.
         stepped: The error after a training step and another refit.
         loaded: The error with weights read from files. Measured only if a refit fails.
@@ -87,6 +88,14 @@ class Outcome:
     def to_json(self) -> dict[str, Any]:
         """Return the fields by name."""
         return asdict(self)
+
+
+def decided(status: str, *errors: float | None) -> str:
+    """Return the status of errors that are within their bounds: `not decided` if one of them shows nothing.
+
+    `nrl-models certify` uses the same rule.
+    """
+    return status if all(error is None or is_conclusive(error) for error in errors) else NOT_DECIDED
 
 
 def shared_architectures() -> list[str]:
@@ -220,7 +229,7 @@ def _compared(
     bounds = tuple(step.result.bound for step in steps)
     numbers: dict[str, Any] = {"refitted": measured[0], "stepped": measured[1], "bounds": bounds}
     if not problem:
-        return Outcome(architecture, AGREES, **numbers)
+        return Outcome(architecture, decided(AGREES, *measured), **numbers)
     failed_status = DISAGREES if steps else NOT_RUN  # without a measurement the status is "not run"
     numbers["stage"] = "" if steps else Stage.RUN
     failed = steps[-1] if steps and not steps[-1].passed else None
@@ -238,7 +247,7 @@ def _compared(
     loaded = max(comparison.token_mult_prob_error for several in result.comparisons.values() for comparison in several)
     numbers["stage"] = ""
     if result.passed:
-        return Outcome(architecture, AS_LOADED, **numbers, loaded=loaded, reason=problem)
+        return Outcome(architecture, decided(AS_LOADED, loaded), **numbers, loaded=loaded, reason=problem)
     numbers |= {"loaded": loaded if math.isfinite(loaded) else None, "facts": Facts.of(result)}
     return Outcome(architecture, DISAGREES, **numbers, reason="; ".join(result.explanation))
 

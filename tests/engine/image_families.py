@@ -15,7 +15,7 @@ from nrl_models.consistency.vision.image_check import ImageComparison, compare_i
 from nrl_models.engines.hf import HFEngine
 from nrl_models.errors import UnmetRequirementError, one_line
 from nrl_models.logprobs import Sampling
-from tests.engine.families import AGREES, DISAGREES, NOT_RUN, Start, spreading_temperature, tiny_model
+from tests.engine.families import AGREES, DISAGREES, NOT_RUN, Start, decided, spreading_temperature, tiny_model
 from tests.engine.image_processors import save_processor
 from tests.engine.image_tokens import image_prompts
 from tests.engine.obstacles import Stage
@@ -77,7 +77,8 @@ class ImageOutcome:
 
     Args:
         architecture: The architecture.
-        status: `agrees` (for each prompt, after a refit from random weights), `disagrees` or `not run`.
+        status: `agrees` (for each prompt, after a refit from random weights), `not decided`, `disagrees` or
+            `not run`. See `decided`.
         refitted: The largest `token_mult_prob_error`. None if nothing was compared, or if it is not finite.
         bounds: Its limits: `BOUND`, or more if the noise floor explains more.
         stage: The stage that failed, if the status is `not run`.
@@ -162,7 +163,7 @@ def outcome_of(architecture: str, comparisons: list[ImageComparison]) -> ImageOu
     error = max(max(one.decode, one.prefill) for one in comparisons)
     return ImageOutcome(
         architecture,
-        AGREES if all(one.passed for one in comparisons) else DISAGREES,
+        decided(AGREES, error) if all(one.passed for one in comparisons) else DISAGREES,
         refitted=error if error < float("inf") else None,
         bounds=(comparisons[0].bound,),
         reason=f"First difference: {', '.join(sorted(set(faults)))}." if faults else "",

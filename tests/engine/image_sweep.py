@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from tests.engine.coverage_page import pages_with, write_pages
+from tests.engine.coverage_page import MEANINGS, pages_with, write_pages
 from tests.engine.obstacles import IMAGES, Stage
 from tests.engine.published import BOUND
 from tests.engine.sweep import CHILD, MACHINE, ROOT, crash_reason, versions, worsened
@@ -25,8 +25,9 @@ from tests.sweep import Outcomes, Sweep
 from tools.checkout import PAGES
 from tools.coverage_pages.results import Kind, Record, read_records, versions_summary
 
-MEANINGS = {
+IMAGE_MEANINGS = {
     "agrees": "agree, after the refit",
+    "not decided": MEANINGS["not decided"],
     "disagrees": "disagree: the reason names the first difference, but not which side is wrong",
     "not run": "cannot be run here",
 }
@@ -131,7 +132,7 @@ def pages(records: Mapping[str, Record], everything: list[str]) -> dict[Path, st
         "names the [first difference](images.md#the-first-difference), and its cause if it is known.",
     ]
     measured = {"refitted": "error"}
-    return pages_with("vLLM with images", intro, records, everything, MEANINGS, measured, CAUSES, IMAGES)
+    return pages_with("vLLM with images", intro, records, everything, IMAGE_MEANINGS, measured, CAUSES, IMAGES)
 
 
 if __name__ == "__main__":

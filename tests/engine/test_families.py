@@ -16,7 +16,7 @@ from nrl_models.engines.hf import HFEngine
 from nrl_models.logprobs import Sampling, token_mult_prob_error
 from nrl_models.testing.variants import split_variant
 from tests.engine import sweep
-from tests.engine.families import AGREES, compare_architecture, shared_architectures, tiny_model
+from tests.engine.families import AGREES, NOT_DECIDED, compare_architecture, shared_architectures, tiny_model
 from tests.engine.limits import LIMITS
 from tests.engine.one_engine import OneEngine
 from tests.engine.published import BF16, BOUND, OPTIONS, OVERRIDES
@@ -58,7 +58,7 @@ def test_engine_logprobs_match_trainer_after_refits(architecture: str, vllm: One
         pytest.xfail(limit.reason)
     before = PUBLISHED[architecture].outcome["status"] if architecture in PUBLISHED else AGREES
     assert outcome.status == before, outcome.reason
-    if outcome.status != AGREES:
+    if outcome.status not in (AGREES, NOT_DECIDED):
         pytest.xfail(f"{outcome.status}: {outcome.reason}")
     assert outcome.refitted <= outcome.bounds[0]
     assert outcome.stepped <= outcome.bounds[1]

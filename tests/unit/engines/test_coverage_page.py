@@ -11,12 +11,13 @@ import pytest
 from nrl_models import registry
 from nrl_models.certify import Answer, Certificate, Status, Validity, verify
 from nrl_models.certify.with_engine import REFITS
+from nrl_models.consistency.cells import THRESHOLD
 from nrl_models.consistency.verdict import CauseKind, VerdictCause
 from nrl_models.quirks import Pattern
 from tests.engine import coverage_page
 from tests.engine.certificates import SweepOutcome, write_certificate
 from tests.engine.facts import Facts, FirstDifference
-from tests.engine.families import AGREES, AS_LOADED, DISAGREES, NOT_RUN, Outcome
+from tests.engine.families import AGREES, AS_LOADED, DISAGREES, NOT_DECIDED, NOT_RUN, Outcome, decided
 from tests.engine.image_families import ImageOutcome
 from tests.engine.limits import LIMITS
 from tests.engine.obstacles import IMAGES, MLX, VLLM, Stage
@@ -46,6 +47,7 @@ RECORDS = {
     "GForCausalLM": outcome("disagrees", "Wrong: engine.", 2.02, facts=asdict(UNRECORDED)),
     "HForCausalLM": outcome("disagrees", "a | b", 2.02),
     "IForCausalLM": outcome("disagrees", "images", 2.02, faults=["tower", "attention", "tower"]),
+    "JForCausalLM": outcome("not decided", refitted=1.07, bounds=[1.27]),
     "FForCausalLM": outcome("not run", "no tiny model: UnmetRequirementError: ...", stage="requirement"),
 }
 
@@ -73,7 +75,8 @@ def pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
 
 def test_summary_lists_counts_and_failures_only(pages: dict[str, str]) -> None:
     summary = pages["engine-coverage.md"]
-    assert "- 1 agree, after both refits\n- 4 disagree" in summary
+    assert "- 1 agree, after both refits\n- 1 not decided" in summary
+    assert "\n- 4 disagree" in summary
     assert (
         "- 3 cannot be run here: the engine fails for 1, 1 needs package versions that its environment does not "
         "have, 1 has no tiny model"
@@ -140,6 +143,23 @@ def test_known_limits_explain_recorded_disagreements() -> None:
         assert not limit.explains(Facts())
 
 
+@pytest.mark.parametrize("kind", [Kind.ENGINE, Kind.IMAGES, Kind.MLX])
+def test_recorded_agreements_are_conclusive(kind: Kind) -> None:
+    for name, record in read_records(PAGES)[kind].items():
+        status = record.outcome["status"]
+        errors = [record.outcome.get(key) for key in coverage_page.MEASURED]
+        assert status not in (AGREES, NOT_DECIDED) or decided(AGREES, *errors) == status, name
+
+
+def test_a_wide_bound_is_not_decided(pages: dict[str, str]) -> None:
+    assert decided(AGREES, 1.3994) == decided(AS_LOADED, 1.3994) == NOT_DECIDED
+    assert decided(AGREES, 1.0443, None) == AGREES
+    assert "- 1 not decided: their errors exceed 1.05" in pages["engine-coverage.md"]
+    assert "| JForCausalLM | 1.0700 | Bound after each refit: 1.2700. |" in pages["engine-coverage.md"]
+    agreeing = pages["vllm.md"].partition("## Architectures that agree")[2]
+    assert "JForCausalLM" in pages["vllm.md"] and "JForCausalLM" not in agreeing
+
+
 TEXT = Outcome("AForCausalLM", AGREES, refitted=1.000002, stepped=1.000003, bounds=(1.0001, 1.0001))
 IMAGE = ImageOutcome("AForCausalLM", AGREES, refitted=1.000002, bounds=(1.0001,))
 
@@ -164,6 +184,11 @@ IMAGE = ImageOutcome("AForCausalLM", AGREES, refitted=1.000002, bounds=(1.0001,)
             {REFITS[0]: Status.NOT_DECIDED, REFITS[1]: Status.NOT_DECIDED},
         ),
         (IMAGE, Answer.NOT_DECIDED, {"images": Status.PASSED}),
+        (
+            replace(IMAGE, status=NOT_DECIDED, refitted=1.4, bounds=(1.5,)),
+            Answer.NOT_DECIDED,
+            {"images": Status.NOT_DECIDED},
+        ),
         (replace(IMAGE, status=DISAGREES, refitted=2.0), Answer.NOT_READY, {"images": Status.FAILED}),
     ],
 )
@@ -189,7 +214,7 @@ def test_sweep_writes_certificates(
     }  # fmt: skip
     first = next(iter(expected))
     assert results[first].value == outcome.refitted
-    assert results[first].bound == (outcome.bounds[0] if outcome.bounds else None)
+    assert results[first].bound == (min(outcome.bounds[0], THRESHOLD) if outcome.bounds else None)
     assert certificate.options["dtype"] == "float32"
     (checkpoint / "config.json").unlink()  # a later sweep could not write the model
     write_certificate("vLLM", "vllm", outcome, checkpoint)
