@@ -22,7 +22,7 @@ from nrl_models.loading import pretrained
 from nrl_models.loading.options import LoadKeywords, NewModelKeywords, PathOrId
 from nrl_models.loading.read_config import own_code_failed, part_for, read_config
 from nrl_models.loading.shared_classes import shared_class_note, shared_classes
-from nrl_models.loading.source import Source, with_source
+from nrl_models.loading.source import Source, again_if_replaced, with_source
 
 logger = get_logger(__name__)
 
@@ -291,7 +291,7 @@ def auto_class_for(folder: str | Path) -> type[_AutoModel]:
         CheckpointError, UnknownArchitectureError, RemoteCodeError: If the configuration cannot be read.
     """
     registry.register_custom_configs()
-    return auto_class_of(read_config(resolve_folder(folder)))
+    return again_if_replaced(folder, lambda: auto_class_of(read_config(resolve_folder(folder))))
 
 
 def _class_names(classes: Sequence[type]) -> list[str]:

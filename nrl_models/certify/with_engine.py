@@ -24,10 +24,10 @@ from nrl_models.consistency.cells import (
     GUIDE_LENGTHS,
     LENGTHS,
     THRESHOLD,
-    is_conclusive,
     Cell,
     Data,
     Settings,
+    is_conclusive,
 )
 from nrl_models.consistency.consistency_report import CellResult, ConsistencyReport
 from nrl_models.consistency.matrix import check_consistency

@@ -14,7 +14,7 @@ from transformers import PreTrainedConfig
 
 from nrl_models.common.checkpoint import given_tensors
 from nrl_models.common.checkpoint.generations import FileWatch, current, require_links_inside, was_replaced
-from nrl_models.common.checkpoint.local_path import as_path, is_gguf
+from nrl_models.common.checkpoint.local_path import GENERATION_NAME, as_path, is_gguf
 from nrl_models.common.checkpoint.resolve_folder import resolve_folder
 from nrl_models.common.logs import get_logger
 from nrl_models.distributed.mesh import agreed
@@ -76,7 +76,21 @@ def with_source(path_or_id: str | Path | None, keywords: Mapping[str, Any], use:
     if path_or_id is None:
         return attempt()  # no files that another process could replace
     folder = as_path(path_or_id) / str(keywords.get("subfolder") or "")
-    attempts = 1 if keywords.get("mesh") is not None else 2
+    return again_if_replaced(folder, attempt, attempts=1 if keywords.get("mesh") is not None else 2)
+
+
+def again_if_replaced(folder: str | Path, attempt: Callable[[], T], attempts: int = 2) -> T:
+    """Call `attempt`, which reads a checkpoint. Repeat if it fails and another process replaced the files.
+
+    Args:
+        folder: The checkpoint.
+        attempt: Reads the files, and raises if they change in the meantime (`FileWatch.check`).
+        attempts: Maximum number of calls.
+
+    Raises:
+        CheckpointError: If the checkpoint was replaced during the last call.
+    """
+    folder = as_path(folder)
     for number in range(1, attempts + 1):
         is_last = number == attempts
         with FileWatch(folder) as watch:
@@ -89,6 +103,23 @@ def with_source(path_or_id: str | Path | None, keywords: Mapping[str, Any], use:
                     raise was_replaced(folder, watch.replaced() or [str(folder)]) from error  # or only moved
         logger.info(f"{folder} was replaced while it was read; it is read again")
     raise AssertionError("the last attempt returns or raises")
+
+
+@contextmanager
+def one_generation(path: str | Path) -> Iterator[tuple[Path, FileWatch]]:
+    """Watch a local checkpoint while another library reads it. Use within `again_if_replaced`.
+
+    Yields the directory to read (or the GGUF file), and the watch. At the end of the context, the watch must find the
+    files unchanged, so all of them were read from one generation.
+
+    Raises:
+        CheckpointError: If there is no checkpoint, or its files were replaced.
+    """
+    found = resolve_folder(path)
+    with FileWatch(found.parent if is_gguf(found) else found) as watch:
+        yield found if is_gguf(found) else watch.location, watch
+        watch.require(GENERATION_NAME)
+        watch.check()
 
 
 def outside_inference_mode() -> AbstractContextManager[None]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from nrl_models.family import FamilyModel
 from nrl_models.inputs.model_inputs import inputs_for
 from nrl_models.loading.quantized import is_compressed, plain_files
 from nrl_models.loading.read_config import generation_config, read_config
+from nrl_models.loading.source import again_if_replaced, one_generation
 from nrl_models.parity.levels import compare_components, compare_end_to_end, compare_gradients, compare_weights
 from nrl_models.parity.localize import localize
 from nrl_models.parity.parity_report import FIRST_DIVERGENCE, Level, ParityReport, ParityRow
@@ -74,10 +75,15 @@ def check_parity(
     if batch < 2:
         raise ValueError(f"batch {batch}: expected at least 2, for the rounding difference")
     auto_class = auto_class_for(path)
-    after_load = after_load or (lambda model: None)
-    model = auto_class.from_pretrained(path, dtype=torch.float32, device=device, **load_options)
-    after_load(model)
-    reference = load_reference(model, path, torch.float32, device)
+    change = after_load or (lambda model: None)
+
+    def load_both(dtype: torch.dtype) -> tuple[FamilyModel, PreTrainedModel]:
+        with one_generation(path):
+            model = auto_class.from_pretrained(path, dtype=dtype, device=device, **load_options)
+            change(model)
+            return model, load_reference(model, path, dtype, device)
+
+    model, reference = again_if_replaced(path, lambda: load_both(torch.float32))
     report = ParityReport(f"{path}: {type(model).__name__} against transformers' {type(reference).__name__}")
     inputs = inputs_for(model, length=length, batch=batch, seed=seed)
     with_labels = inputs_for(model, length=length, batch=batch, seed=seed, labels=not is_base_model(model))
@@ -97,9 +103,7 @@ def check_parity(
         culprits = localize(model, reference, inputs)
         report.add(ParityRow(FIRST_DIVERGENCE, False, str(culprit), "no module diverges") for culprit in culprits)
     if set(checks) - {Level.WEIGHTS}:
-        model = auto_class.from_pretrained(path, dtype=torch.bfloat16, device=device, **load_options)
-        after_load(model)
-        reference = load_reference(model, path, torch.bfloat16, device)
+        model, reference = again_if_replaced(path, lambda: load_both(torch.bfloat16))
         compare(Truth(reference))
     return report
 
@@ -120,33 +124,52 @@ def load_reference(
         dtype: Dtype of the parameters; `auto` uses the checkpoint's.
         device: Device of the model.
         weights: Whether to load the weights. Otherwise they are random.
+
+    Raises:
+        CheckpointError: If a file is unsafe to open with transformers, or another process replaced the checkpoint
+            while it was read, twice.
     """
     reference_class = type(model).reference_class() if isinstance(model, FamilyModel) else type(model)
     attention = reference_attention(reference_class)
     if weights:
-        source, keywords = upstream_source(path)
+        reference = again_if_replaced(path, lambda: _with_weights(reference_class, model, path, dtype, attention))
+    else:
+        own = model.config.dtype if dtype == "auto" else dtype
+        with BUILDING:
+            reference = reference_class._from_config(model.config, dtype=own, **attention)
+    return reference.to(device).eval()
+
+
+def _with_weights(
+    reference_class: type[PreTrainedModel],
+    model: PreTrainedModel,
+    path: str | Path,
+    dtype: torch.dtype | str,
+    attention: Mapping[str, Any],
+) -> PreTrainedModel:
+    """Load the reference model once, from one generation of the checkpoint."""
+    with one_generation(path) as (found, watch):
+        source, keywords = upstream_source(found)
         options: dict[str, Any] = {"dtype": dtype, **attention, **keywords}
         is_gguf = "gguf_file" in keywords
         if not is_gguf:
-            require_readable(resolve_folder(path))
+            watch.saw(require_readable(found))
             options["use_safetensors"] = True  # never a pickle
         keywords.pop("quantization_config", None)
         # transformers ignores some metadata of GGUF files that affects the computation.
         config = copy.deepcopy(model.config) if is_gguf else type(model.config).from_pretrained(source, **keywords)
-        dequantized = _plain_weights(resolve_folder(path), config) if is_compressed(config) else None
+        dequantized = _plain_weights(found, config) if is_compressed(config) else None
         if dequantized is not None:
             options["state_dict"] = dequantized
         with BUILDING:
             reference: Any = reference_class.from_pretrained(
                 source if dequantized is None else None, config=config, **options
             )
-        if dequantized and (generation := generation_config(reference_class, resolve_folder(path))) is not None:
+        if dequantized and (generation := generation_config(reference_class, found)) is not None:
             reference.generation_config = generation
-    else:
-        own = model.config.dtype if dtype == "auto" else dtype
-        with BUILDING:
-            reference = reference_class._from_config(model.config, dtype=own, **attention)
-    return reference.to(device).eval()
+    if not is_gguf:
+        reference.name_or_path = reference.config.name_or_path = str(path)  # a publish moves the files in `found`
+    return reference
 
 
 def _plain_weights(folder: Path, config: PreTrainedConfig) -> dict[str, torch.Tensor]:
@@ -175,5 +198,6 @@ def reference_model(
         device: Device of the model.
         weights: Whether to load the weights. Otherwise they are random.
     """
-    ours = auto_class_for(path).from_config(read_config(resolve_folder(path)), device="meta")
+    config = again_if_replaced(path, lambda: read_config(resolve_folder(path)))
+    ours = auto_class_for(path).from_config(config, device="meta")
     return load_reference(ours, path, dtype or "auto", device, weights=weights)

@@ -321,8 +321,8 @@ def _are_same(files: CheckpointFiles, tensor: StoredTensor, others: CheckpointFi
     return torch.equal(first, second)
 
 
-def require_readable(folder: Path, variant: str | None = None) -> None:
-    """Check a checkpoint's files before transformers opens them.
+def require_readable(folder: Path) -> dict[str, Identity | None]:
+    """Check a checkpoint's files before transformers opens them. Return their state, see `CheckpointFiles.seen`.
 
     transformers follows an index to pickles, which can run code, and to files outside the directory.
 
@@ -330,7 +330,9 @@ def require_readable(folder: Path, variant: str | None = None) -> None:
         CheckpointError: See `CheckpointFiles` and `require_links_inside`.
     """
     require_links_inside(folder)
-    CheckpointFiles(folder, variant).close()
+    files = CheckpointFiles(folder)
+    files.close()
+    return files.seen
 
 
 def _close(handles: dict[str, BinaryIO]) -> None:

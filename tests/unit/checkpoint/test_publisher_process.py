@@ -6,15 +6,18 @@ import json
 import multiprocessing
 import shutil
 import time
+from collections.abc import Callable
 from multiprocessing.synchronize import Event
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig
+from transformers import LlamaConfig, LlamaForCausalLM
 
-from nrl_models import AutoModelForCausalLM, CheckpointError
+from nrl_models import AutoModelForCausalLM, CheckpointError, check_parity, start_engine
 from nrl_models.common.checkpoint.local_path import CONFIG_NAME, GENERATION_NAME
+from nrl_models.engines.hf import HFEngine
 from nrl_models.errors import ProblemKind
 
 GENERATIONS = 80
@@ -58,7 +61,11 @@ def publish_many(folder: Path, ready: Event, done: Event) -> None:
 
 def generation_numbers(folder: Path) -> set[float]:
     """Load the checkpoint and return its generation numbers: only one, unless the load mixed generations."""
-    model = AutoModelForCausalLM.from_pretrained(folder)
+    return numbers_in(AutoModelForCausalLM.from_pretrained(folder))
+
+
+def numbers_in(model: Any) -> set[float]:
+    """Return the generation numbers in the weights and configurations of a model."""
     numbers = {float(number) for parameter in model.parameters() for number in parameter.detach().unique()}
     return numbers | {float(model.config.max_position_embeddings), float(model.generation_config.max_new_tokens or -1)}
 
@@ -88,6 +95,50 @@ def test_no_load_mixes_generations(tmp_path: Path) -> None:
     assert loaded == sorted(loaded)
     assert len(set(loaded)) >= 3, f"{len(loaded)} loads"
     assert generation_numbers(folder) == {FIRST + GENERATIONS - 1}
+
+
+def engine_numbers(folder: Path) -> set[float]:
+    """Return the generation numbers of the model of the engine `hf-generate`."""
+    engine = start_engine("hf-generate", folder)
+    assert isinstance(engine, HFEngine)
+    assert engine.model.name_or_path == str(folder)
+    return numbers_in(engine.model)
+
+
+def parity_numbers(folder: Path) -> set[float]:
+    """Return the generation numbers of the model that equals its reference."""
+    models: list[Any] = []
+    assert check_parity(folder, checks=["1"], after_load=models.append).passed
+    return numbers_in(models[-1])
+
+
+def publish_during_loads(folder: Path, publishes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Publish another generation in each of the first loads of transformers, after it has read the configuration."""
+    save(folder, FIRST)
+    upstream: Any = LlamaForCausalLM.from_pretrained
+    later = iter(range(FIRST + 1, FIRST + 1 + publishes))
+
+    def from_pretrained(cls: type[LlamaForCausalLM], *arguments: Any, **keywords: Any) -> Any:
+        if (number := next(later, None)) is not None:
+            save(folder, number)
+        return upstream.__func__(cls, *arguments, **keywords)
+
+    monkeypatch.setattr(LlamaForCausalLM, "from_pretrained", classmethod(from_pretrained))
+
+
+@pytest.mark.parametrize("load", [engine_numbers, parity_numbers])
+def test_references_are_read_again_after_a_publish(
+    load: Callable[[Path], set[float]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publish_during_loads(tmp_path, 1, monkeypatch)
+    assert load(tmp_path) == {FIRST + 1}
+
+
+def test_references_that_are_replaced_twice_raise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    publish_during_loads(tmp_path, 2, monkeypatch)
+    with pytest.raises(CheckpointError) as raised:
+        engine_numbers(tmp_path)
+    assert {problem.kind for problem in raised.value.problems} == {ProblemKind.REPLACED}
 
 
 @pytest.mark.parametrize("name", [CONFIG_NAME, GENERATION_NAME])

@@ -157,7 +157,8 @@ def test_a_wide_bound_is_not_decided(pages: dict[str, str]) -> None:
     assert "- 1 not decided: their errors exceed 1.05" in pages["engine-coverage.md"]
     assert "| JForCausalLM | 1.0700 | Bound after each refit: 1.2700. |" in pages["engine-coverage.md"]
     agreeing = pages["vllm.md"].partition("## Architectures that agree")[2]
-    assert "JForCausalLM" in pages["vllm.md"] and "JForCausalLM" not in agreeing
+    assert "JForCausalLM" in pages["vllm.md"]
+    assert "JForCausalLM" not in agreeing
 
 
 TEXT = Outcome("AForCausalLM", AGREES, refitted=1.000002, stepped=1.000003, bounds=(1.0001, 1.0001))
