@@ -132,7 +132,7 @@ def load_reference(
     reference_class = type(model).reference_class() if isinstance(model, FamilyModel) else type(model)
     attention = reference_attention(reference_class)
     if weights:
-        reference = again_if_replaced(path, lambda: _with_weights(reference_class, model, path, dtype, attention))
+        reference: Any = again_if_replaced(path, lambda: _with_weights(reference_class, model, path, dtype, attention))
     else:
         own = model.config.dtype if dtype == "auto" else dtype
         with BUILDING:
