@@ -46,7 +46,7 @@ class StateDictAdapter(LayoutTables):
         kept: MTP weights that the model keeps but does not compute with, by engines' names.
         computed: Weights that torch computes from other tensors (pruning, parametrizations).
         quantized: Weights that are stored quantized, with their format.
-        beside: Modules that the model's class does not have, such as value heads. Engines do not get their tensors.
+        extra_modules: Modules that the model's class does not have, such as value heads. Engines do not get their tensors.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -54,7 +54,7 @@ class StateDictAdapter(LayoutTables):
         self.kept: dict[str, TensorSpec] = kept_specs(model)
         self._has_peft = any(peft_modules(model))
         self.computed = own_tensors.computed_weights(model)
-        self.beside = own_tensors.modules_beside(model)
+        self.extra_modules = own_tensors.extra_modules(model)
         self._stored = own_tensors.stored_formats(model)
         self.quantized = own_tensors.quantized_weights(model, self._stored)
 
@@ -246,7 +246,7 @@ class StateDictAdapter(LayoutTables):
         own_tensors.require_no_peft(self._has_peft)
         own_tensors.require_stored(self.computed)
         own_tensors.require_unquantized(self.quantized)
-        exported = own_tensors.for_engines(self.exported(layout), self.beside)
+        exported = own_tensors.for_engines(self.exported(layout), self.extra_modules)
         plan = [(name, tensor.shape, self.own[tensor.parameters[0]].dtype) for name, tensor in exported.items()]
         return plan + [(name, spec.shape, spec.dtype) for name, spec in self._kept_in(layout).items()]
 
@@ -302,7 +302,7 @@ class StateDictAdapter(LayoutTables):
         inner = own_tensors.model_inside(model)
         still_kept = kept_as(inner, self.kept)
         kept = {name: still_kept[name] for name in self._kept_in(layout)}
-        exported = own_tensors.for_engines(self.retied(inner).exported(layout), self.beside)
+        exported = own_tensors.for_engines(self.retied(inner).exported(layout), self.extra_modules)
         if (sharding := getattr(inner, "sharding", None)) is not None:
             yield from sharding.iter_export(inner, exported, max_bytes)
         else:

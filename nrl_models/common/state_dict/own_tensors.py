@@ -289,7 +289,7 @@ def as_built(model: Any, dtype: torch.dtype | None = None) -> PreTrainedModel:
     return built
 
 
-def modules_beside(model: PreTrainedModel) -> list[str]:
+def extra_modules(model: PreTrainedModel) -> list[str]:
     """Return the names of modules next to a language model's decoder that its class does not have: value heads."""
     base, head = model.base_model, model.get_output_embeddings()
     if base is model or head is None:
@@ -299,12 +299,12 @@ def modules_beside(model: PreTrainedModel) -> list[str]:
     return [name for name in others if not hasattr(built, name)]
 
 
-def for_engines(tensors: Mapping[str, HFTensor], beside: Sequence[str]) -> dict[str, HFTensor]:
-    """Return the tensors to export without those of the modules `beside`, and log the modules once."""
-    if beside:
-        names = ", ".join(beside)
+def for_engines(tensors: Mapping[str, HFTensor], extra_modules: Sequence[str]) -> dict[str, HFTensor]:
+    """Return the tensors to export without those of `extra_modules`, and log the modules once."""
+    if extra_modules:
+        names = ", ".join(extra_modules)
         logger.warning_once(f"{names}: not exported, because the model's class and engines do not have this module")
-    prefixes = tuple(f"{name}." for name in beside)
+    prefixes = tuple(f"{name}." for name in extra_modules)
     return {name: tensor for name, tensor in tensors.items() if not tensor.parameters[0].startswith(prefixes)}
 
 
