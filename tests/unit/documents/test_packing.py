@@ -91,6 +91,21 @@ def case_of(architecture: str) -> tuple[PreTrainedModel, torch.Tensor]:
     return copy.deepcopy(case.model()), case.inputs(images=False, length=12)["input_ids"][:1]
 
 
+@pytest.mark.parametrize("architecture", ["Llama", "Qwen3", "Mistral", "Gemma3", "Mixtral"])
+@torch.no_grad()
+def test_logits_of_packed_documents_are_those_of_each_document(architecture: str) -> None:
+    """docs/training.md: bit-equal in dense models without sliding windows, otherwise up to rounding."""
+    model: Any = FamilyCase(registry.model_class(f"{architecture}ForCausalLM"), torch.device("cpu")).model()
+    lengths = [19, 12, 5]  # also longer than the tiny windows
+    input_ids = torch.randint(20, 60, (1, sum(lengths)), generator=torch.Generator().manual_seed(0))
+    positions = torch.cat([torch.arange(length) for length in lengths])[None]
+    packed = model(input_ids=input_ids, position_ids=positions, use_cache=False).logits
+    documents = input_ids.split(lengths, 1)
+    expected = torch.cat([model(input_ids=document, use_cache=False).logits for document in documents], 1)
+    is_exact = architecture in ("Llama", "Qwen3")
+    torch.testing.assert_close(packed, expected, rtol=0, atol=0 if is_exact else 1e-5)
+
+
 @pytest.mark.parametrize("architecture", ["Gemma3ForConditionalGeneration", "Gemma4ForConditionalGeneration"])
 @pytest.mark.parametrize("image_first", [True, False], ids=["image first", "text first"])
 @torch.no_grad()
