@@ -15,6 +15,7 @@ from nrl_models.consistency.vision.image_check import ImageComparison, compare_i
 from nrl_models.engines.hf import HFEngine
 from nrl_models.errors import UnmetRequirementError, one_line
 from nrl_models.logprobs import Sampling
+from nrl_models.testing.variants import split_variant
 from tests.engine.families import AGREES, DISAGREES, NOT_RUN, Start, decided, spreading_temperature, tiny_model
 from tests.engine.image_processors import save_processor
 from tests.engine.image_tokens import image_prompts
@@ -107,12 +108,12 @@ def compare_image_architecture(architecture: str, start: Start, folder: Path) ->
     """Refit an engine with random weights, vision tower included, and compare prompts with images.
 
     Args:
-        architecture: The architecture.
+        architecture: The architecture, or one of its variants.
         start: Starts an engine on a checkpoint, and stops the previous one.
         folder: An empty folder for the checkpoint.
     """
-    checkpoint = folder / "checkpoint"
-    dtype = torch.bfloat16 if architecture in BF16 else torch.float32
+    checkpoint, class_name = folder / "checkpoint", split_variant(architecture)[0]
+    dtype = torch.bfloat16 if class_name in BF16 else torch.float32
     try:
         model = tiny_model(architecture, _for_images(architecture), dtype)
         model.save_pretrained(checkpoint)
@@ -125,7 +126,7 @@ def compare_image_architecture(architecture: str, start: Start, folder: Path) ->
         return ImageOutcome(architecture, NOT_RUN, stage=stage, reason=reason)
     stage = Stage.START
     try:
-        options = OPTIONS.get(architecture, {}) | {
+        options = OPTIONS.get(class_name, {}) | {
             "language_model_only": False,
             "max_length": LENGTH,
             "limit_mm_per_prompt": ONLY_IMAGES,
@@ -145,11 +146,13 @@ def compare_image_architecture(architecture: str, start: Start, folder: Path) ->
 
 def _for_images(architecture: str) -> dict[str, Any]:
     """Merge the overrides for long sequences and images with all other overrides of the architecture."""
+    class_name, variant = split_variant(architecture)
     overrides: dict[str, Any] = {}
     for values in (
-        registry.model_class(architecture).tiny,
-        OVERRIDES.get(architecture, {}),
-        IMAGE_OVERRIDES.get(architecture, {}),
+        registry.model_class(class_name).tiny,
+        variant,
+        OVERRIDES.get(class_name, {}),
+        IMAGE_OVERRIDES.get(class_name, {}),
         {"text_config": {"max_position_embeddings": 2 * LENGTH}},
     ):
         for key, value in values.items():

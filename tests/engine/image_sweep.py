@@ -59,6 +59,7 @@ def image_architectures() -> list[str]:
     from nrl_models import registry
     from nrl_models.errors import NRLModelsError
     from nrl_models.inputs.images import accepts_images
+    from nrl_models.testing.variants import split_variant
     from tests.engine.families import shared_architectures
 
     def takes_images(name: str) -> bool:
@@ -69,7 +70,8 @@ def image_architectures() -> list[str]:
             return False
         return accepts_images(reference)
 
-    return [name for name in shared_architectures() if name in _MULTIMODAL_MODELS and takes_images(name)]
+    classes = {name: split_variant(name)[0] for name in shared_architectures()}
+    return [name for name, of_class in classes.items() if of_class in _MULTIMODAL_MODELS and takes_images(of_class)]
 
 
 def run(names: list[str]) -> Iterator[tuple[str, Outcomes]]:

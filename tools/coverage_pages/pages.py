@@ -10,12 +10,14 @@ from typing import Any
 from nrl_models import families, registry
 from nrl_models.onboarding.inspect import combined_groups
 from nrl_models.testing.features import FEATURES
+from nrl_models.testing.variants import SEPARATOR
 from tools.coverage_pages import sharding_outcomes
 from tools.coverage_pages.errors import CoverageError
 from tools.coverage_pages.generated_tests import GeneratedTests, read_generated_tests
 from tools.coverage_pages.overview import Row, limits_table, overview_table, table
 from tools.coverage_pages.quirk_pages import class_subject, page_lines
 from tools.coverage_pages.results import Kind, Records, all_versions, grouped, read_records, versions_summary
+from tools.coverage_pages.variants_section import kinds_text, variants_lines, variants_of
 from tools.ledger.ledger import KeyKind, recorded
 from tools.mutants import CATALOG
 from tools.mutants.campaign import Outcome, read_outcomes
@@ -217,9 +219,12 @@ def _family_page(family: str, rows: Sequence[Row], records: Records, tests: Mapp
         for check, reason in outcome.failed.items()
     )
     skips = grouped((reason, name) for name, outcome in outcomes.items() for reason in outcome.skipped)
+    variants = variants_of(outcomes)
+    with_others = {name.partition(SEPARATOR)[0] for name in variants}
+    labels = {name: f"{name} in its default configuration; see its variants" for name in with_others}
     numbers = [
         (
-            *(row.architecture, row.model_type, ", ".join(row.kinds), str(row.passed)),
+            *(row.architecture, row.model_type, kinds_text(row, variants), str(row.passed)),
             *(str(len(outcomes[row.architecture].failed)), str(sum(outcomes[row.architecture].skipped.values()))),
         )
         for row in rows
@@ -246,8 +251,9 @@ def _family_page(family: str, rows: Sequence[Row], records: Records, tests: Mapp
                 ("feature", *(row.architecture for row in rows)),
                 [(column, *(row.features[column] for row in rows)) for column in COLUMNS],
             ),
-            *_after_blank(_bullets(sharding_outcomes.reasons(records, outcomes))),
+            *_after_blank(_bullets(sharding_outcomes.reasons(records, outcomes, labels))),
         ],
+        "Variants": variants_lines(variants, records),
         "Configuration keys": _ledger_lines(outcomes),
         "Limits": _bullets(
             [
@@ -257,7 +263,9 @@ def _family_page(family: str, rows: Sequence[Row], records: Records, tests: Mapp
         )
         or ["None known."],
         "Not applicable": _bullets(_by_reason(skips)),
-        "Injected bugs": _mutants_section(outcomes, records),
+        "Injected bugs": _mutants_section(
+            [*outcomes, *sorted(records[Kind.MUTANTS].keys() & variants.keys())], records
+        ),
     }
     lines = [GENERATED, f"# {family}", "", _about(family), ""]
     lines += [f"Source: `{families.module_of(family)}`. Tested with {_versions(outcomes, records)}."]

@@ -102,8 +102,14 @@ def verdicts(records: Records, architecture: str) -> dict[str, Verdict]:
     }
 
 
-def reasons(records: Records, architectures: Iterable[str]) -> list[str]:
-    """List every verdict other than a plain yes with its reason, a line each, with the affected architectures."""
+def reasons(records: Records, architectures: Iterable[str], labels: Mapping[str, str] | None = None) -> list[str]:
+    """List every verdict other than a plain yes with its reason, a line each, with the affected architectures.
+
+    Args:
+        records: The recorded outcomes.
+        architectures: The architectures.
+        labels: Texts to show in place of the names of some architectures.
+    """
     tried = (
         (feature, name, ShardingOutcome.of(records[kind][name]))
         for name in architectures
@@ -111,7 +117,10 @@ def reasons(records: Records, architectures: Iterable[str]) -> list[str]:
         if name in records[kind]
     )
     lines = grouped(
-        (f"{feature} {Verdict.RAISES if outcome.status == Status.REFUSED else outcome.status}: {outcome.summary}", name)
+        (
+            f"{feature} {Verdict.RAISES if outcome.status == Status.REFUSED else outcome.status}: {outcome.summary}",
+            (labels or {}).get(name, name),
+        )
         for feature, name, outcome in tried
         if outcome.status != Status.AGREES
     )

@@ -22,6 +22,7 @@ from nrl_models import registry
 from nrl_models.testing.case import FamilyCase
 from nrl_models.testing.features import applies, suite
 from nrl_models.testing.tiny import silent_transformers
+from nrl_models.testing.variants import SEPARATOR, split_variant, with_variants
 from tools.architectures import require_registered
 from tools.coverage_pages.results import Kind, Record, Records, grouped, read_records, write_record
 from tools.mutants import CATALOG, Mutant
@@ -203,16 +204,19 @@ def failure_of(check: Check, case: FamilyCase, *, skipped: bool = False) -> Base
 
 
 def architectures_in_order(chosen: Sequence[str] | None = None) -> list[str]:
-    """Return the architectures, or all registered ones: first one of each family, then the others.
+    """Return the architectures, or all registered ones with their variants: first one of each family, then the others.
 
     Raises:
         UnknownArchitectureError: A name is not registered.
     """
     if chosen:
-        require_registered(chosen)
+        require_registered(name.partition(SEPARATOR)[0] for name in chosen)
         return list(chosen)
     families = [[name for name in names if name not in registry.ALIASES] for names in registry.FAMILIES.values()]
-    return [*(names[0] for names in families if names), *(name for names in families for name in names[1:])]
+    return [
+        *(names[0] for names in families if names),
+        *(name for names in families for name in with_variants(names)[1:]),
+    ]
 
 
 def run_mutants(
@@ -247,8 +251,9 @@ def run_mutants(
         outcome = known or Outcome()
         if missing:
             with silent_transformers():
-                model_class: Any = registry.model_class(architecture)
-                outcome = outcome.followed_by(Hunt(FamilyCase(model_class)).run(missing, progress))
+                class_name, values = split_variant(architecture)
+                model_class: Any = registry.model_class(class_name)
+                outcome = outcome.followed_by(Hunt(FamilyCase(model_class, tiny=values)).run(missing, progress))
             write_record(pages, Kind.MUTANTS, architecture, Record(versions, outcome.to_json()))
         yield architecture, outcome
 

@@ -7,11 +7,12 @@ from importlib import import_module
 from typing import Any
 
 from nrl_models import registry
+from nrl_models.testing.variants import with_variants
 
 
 def subjects() -> dict[str, Any]:
     """Return `{"families": {architecture: family}, "quick": [architecture of each pattern]}`."""
-    families = {name: family for family, names in registry.FAMILIES.items() for name in names}
+    families = {name: family for family, names in registry.FAMILIES.items() for name in with_variants(names)}
     patterns = import_module("tests.patterns").ONE_OF_EACH_PATTERN
     return {"families": families, "quick": [registry.FAMILIES[family][0] for family in patterns]}
 

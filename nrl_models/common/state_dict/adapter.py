@@ -46,7 +46,7 @@ class StateDictAdapter(LayoutTables):
         kept: MTP weights that the model keeps but does not compute with, by engines' names.
         computed: Weights that torch computes from other tensors (pruning, parametrizations).
         quantized: Weights that are stored quantized, with their format.
-        extra_modules: Modules that the model's class does not have, such as value heads. Engines do not get their tensors.
+        extra_modules: Modules that the model's class does not have, such as value heads. Not exported.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from nrl_models import registry
 from nrl_models.testing.case import FamilyCase
+from nrl_models.testing.variants import split_variant
 
 LENGTH = 12
 
@@ -22,8 +23,9 @@ def mesh_of(**sizes: int) -> DeviceMesh:
 
 
 def case_of(architecture: str, config: Mapping[str, Any] | None = None) -> FamilyCase:
-    """Create a tiny case of a registered architecture with other configuration values."""
-    return FamilyCase(registry.model_class(architecture), torch.device("cpu"), config or {})
+    """Create a tiny case of a registered architecture, or of its variant, with other configuration values."""
+    name, values = split_variant(architecture)
+    return FamilyCase(registry.model_class(name), torch.device("cpu"), {**values, **(config or {})})
 
 
 def batches(case: FamilyCase, count: int) -> list[dict[str, Any]]:

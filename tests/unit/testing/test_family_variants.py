@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +13,11 @@ from nrl_models.errors import UnknownArchitectureError
 from nrl_models.testing.case import FamilyCase
 from nrl_models.testing.variants import SEPARATOR, split_variant, with_variants
 from tests.engine.coverage_page import certificate_file
+from tools.checkout import PAGES
 from tools.coverage_pages.results import family_of
+from tools.mutants.campaign import architectures_in_order
+from tools.release_check.subjects import subjects
+from tools.release_check.sweep.class_under_test import ClassUnderTest
 
 GEMMA4 = ("Gemma4ForCausalLM", "Gemma4ForConditionalGeneration")
 DECLARED = [name for name in with_variants(registry.architectures(aliases=False)) if SEPARATOR in name]
@@ -55,6 +60,21 @@ def test_variant_records_use_family_file(name: str) -> None:
     """Records are in the family's file. A `#` in a file's name would end a link."""
     assert family_of(name) == family_of(split_variant(name)[0])
     assert SEPARATOR not in certificate_file("vLLM", name).name
+
+
+@pytest.mark.parametrize("name", DECLARED)
+def test_sweeps_run_the_tiny_model_of_each_variant(name: str, tmp_path: Path) -> None:
+    assert ClassUnderTest(name, tmp_path).case.tiny == split_variant(name)[1]
+    assert name in architectures_in_order()
+    assert name in subjects()["families"]
+
+
+@needs("Gemma4ForCausalLM")
+def test_gemma4_page_lists_the_kinds_of_its_variants() -> None:
+    page = (PAGES / "gemma4.md").read_text()
+    assert "| Gemma4ForCausalLM#26B-A4B | moe |" in page
+    assert "| gemma4_text | dense, moe (26B-A4B) |" in page
+    assert "expert-parallel plan divides (Gemma4ForCausalLM in its default configuration; see its variants)" in page
 
 
 @needs("Gemma4ForCausalLM")

@@ -37,9 +37,10 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     import nrl_models
     from nrl_models import registry
+    from nrl_models.testing.variants import with_variants
 
     print(f"nrl_models of {Path(str(nrl_models.__file__)).parent}", flush=True)
-    names = registry.architectures(aliases=False)
+    names = with_variants(registry.architectures(aliases=False))
     if unknown := sorted(set(options.names or ()) - set(names)):
         parser.error(f"not registered: {', '.join(unknown)}")
     counts: Counter[Outcome] = Counter()

@@ -17,6 +17,7 @@ from nrl_models import registry
 from nrl_models.inputs.audio import AUDIO, takes_audio
 from nrl_models.inputs.images import PIXELS, takes_images
 from nrl_models.testing.case import FamilyCase
+from nrl_models.testing.variants import split_variant
 from tools.release_check.numbers.cases import stored_tensors
 
 PROMPT = 12
@@ -38,13 +39,14 @@ class ClassUnderTest:
     """One architecture, with the models and inputs that its checks share.
 
     Args:
-        architecture: A registered name.
+        architecture: A registered name, or one of its variants.
         folder: An empty folder for checkpoints.
     """
 
     def __init__(self, architecture: str, folder: Path) -> None:
-        model_class: Any = registry.model_class(architecture)
-        self.case = FamilyCase(model_class, device=torch.device("cpu"))
+        name, values = split_variant(architecture)
+        model_class: Any = registry.model_class(name)
+        self.case = FamilyCase(model_class, torch.device("cpu"), values)
         self.folder = folder
 
     @property
