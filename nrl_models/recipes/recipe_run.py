@@ -12,20 +12,20 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from nrl_models.common.backend import BackendConfig
-from nrl_models.common.checkpoint.generations import require_links_inside
-from nrl_models.common.checkpoint.local_path import as_path, is_local
-from nrl_models.common.checkpoint.resolve_folder import require_repository, resolve_folder
+from nrl_models.common.checkpoint.local_path import as_path
+from nrl_models.common.checkpoint.resolve_folder import folder_without_weights, resolve_folder
 from nrl_models.common.checkpoint.writing import folder_to_write, require_replaceable
 from nrl_models.common.logs import get_logger
 from nrl_models.common.model_components.freezing import freeze, trainable_parameters
 from nrl_models.common.upstream import ENABLE_CHECKPOINTING
 from nrl_models.engines import start_engine
 from nrl_models.errors import Problem, ProblemKind, RecipeError
+from nrl_models.inputs.tokenizers import load_tokenizer
 from nrl_models.losses.named import PolicyLoss, PreferenceLoss, RankingLoss
 from nrl_models.parity.parity_report import Outcome, passed_line
 from nrl_models.recipes.data_sets.sources import refused
 from nrl_models.recipes.gates import GateResult
-from nrl_models.recipes.image_prompts import image_prompt
+from nrl_models.recipes.image_prompts import image_prompt, load_processor
 from nrl_models.recipes.policy_batch import Question
 from nrl_models.recipes.recipe import LearningRateSchedule, PolicyRecipe, Recipe, SupervisedRecipe, Training
 from nrl_models.recipes.rollouts import PolicyLoop
@@ -118,21 +118,22 @@ def train(
         CheckpointError: If `out` is the checkpoint to train, or has a checkpoint and `overwrite` is False.
         NRLModelsError: If loading, the data or the engine fails.
     """
-    from transformers import AutoProcessor, AutoTokenizer
-
     random.seed(recipe.seed)
     torch.manual_seed(recipe.seed)
     training = recipe.training
     arguments = dict(recipe.model.arguments)
-    path, revision = arguments.pop("pretrained_model_name_or_path"), arguments.get("revision")
+    path = arguments.pop("pretrained_model_name_or_path")
     target = None if out is None else folder_to_write(out)
     if target is not None:
         require_replaceable(as_path(path) / arguments.get("subfolder", ""), target, overwrite=overwrite)
-    require_repository(path, revision=revision, subfolder=arguments.get("subfolder", ""))
-    if is_local(path):
-        require_links_inside(Path(path).expanduser())
-    tokenizer: Any = AutoTokenizer.from_pretrained(path, revision=revision)
-    processor: Any = AutoProcessor.from_pretrained(path, revision=revision) if recipe.images else None
+    small_files = folder_without_weights(
+        path, revision=arguments.get("revision"), subfolder=arguments.get("subfolder", "")
+    )
+    tokenizer = load_tokenizer(small_files)
+    if tokenizer is None:
+        detail = f"the checkpoint in {small_files} has no tokenizer files: save its tokenizer to this directory"
+        raise RecipeError("cannot train", [Problem(ProblemKind.FILE, "tokenizer", detail)])
+    processor = load_processor(small_files) if recipe.images else None
     rows = recipe.data.function(**recipe.data.arguments)
     encode = _encoder(recipe, tokenizer, processor)
     encode(next(shuffled(rows, recipe.seed)))  # raises before the model is loaded

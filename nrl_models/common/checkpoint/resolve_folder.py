@@ -35,15 +35,17 @@ DOWNLOADED = (*(f"*{suffix}" for suffix in READ if suffix not in (".gguf", ".saf
 """Files of a hub repository that this library or transformers reads, apart from weights that only an index names."""
 
 
-def require_repository(path_or_id: str | Path, *, subfolder: str = "", revision: str | None = None) -> None:
-    """Download the configuration of a hub repository. Does nothing for a local path.
+def folder_without_weights(path_or_id: str | Path, *, subfolder: str = "", revision: str | None = None) -> Path:
+    """Return the local directory of a checkpoint. Downloads all files of a hub repository but its weights.
 
     Raises:
-        CheckpointError: If the repository cannot be fetched.
+        CheckpointError: If the repository cannot be fetched. For a local path see `resolve_folder`.
     """
-    if not is_local(path_or_id):
-        name = f"{subfolder.strip('/')}/{CONFIG_NAME}".strip("/")
-        _downloaded(path_or_id, {"revision": revision, "allow_patterns": [name]})
+    if is_local(path_or_id):
+        return resolve_folder(path_or_id, subfolder=subfolder)
+    prefix = f"{subfolder.strip('/')}/" if subfolder else ""
+    patterns = [prefix + name for name in DOWNLOADED if not name.endswith(".safetensors")]
+    return _downloaded(path_or_id, {"revision": revision, "allow_patterns": patterns}) / subfolder
 
 
 def _downloaded(path_or_id: str | Path, options: Mapping[str, Any]) -> Path:

@@ -13,7 +13,9 @@ from transformers import PreTrainedModel
 from typer.testing import CliRunner
 
 from nrl_models.cli import app
-from nrl_models.recipes import recipes
+from nrl_models.errors import NRLModelsError, RecipeError
+from nrl_models.recipes import read_recipe, recipes, train
+from nrl_models.recipes.image_prompts import load_processor
 
 runner = CliRunner()
 
@@ -147,6 +149,41 @@ def test_invalid_arguments_fail_before_training(arguments: list[str], message: s
     assert result.exit_code == 2
     assert message in unframed(result.output)
     assert "Traceback" not in result.output
+
+
+@pytest.mark.parametrize(
+    ("files", "words"),
+    [
+        ({}, "has no tokenizer files"),
+        (
+            {"tokenizer.json": "{", "tokenizer_config.json": '{"tokenizer_class": "PreTrainedTokenizerFast"}'},
+            "does not load",
+        ),
+    ],
+    ids=["missing", "damaged"],
+)
+def test_tokenizer_that_does_not_load_is_a_typed_error(
+    files: dict[str, str], words: str, small: list[str], tmp_path: Path
+) -> None:
+    for file in (tmp_path / "checkpoint").glob("*token*"):
+        file.unlink()
+    for name, content in files.items():
+        (tmp_path / "checkpoint" / name).write_text(content)
+    with pytest.raises(NRLModelsError, match=words):
+        train(read_recipe(recipes()["llama/sft"], small))
+
+
+def test_tokenizer_of_a_subfolder_is_used(small: list[str], tmp_path: Path) -> None:
+    (tmp_path / "checkpoint").rename(tmp_path / "part")
+    (tmp_path / "checkpoint").mkdir()
+    (tmp_path / "part").rename(tmp_path / "checkpoint/part")
+    run = train(read_recipe(recipes()["llama/sft"], [*small, "model.subfolder=part", "gates=[]"]))
+    assert len(run.steps) == 2
+
+
+def test_processor_that_does_not_load_is_a_typed_error(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match=r"processor: in .* does not load"):
+        load_processor(tmp_path)
 
 
 def test_unreachable_repository_fails(monkeypatch: pytest.MonkeyPatch) -> None:
