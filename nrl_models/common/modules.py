@@ -10,6 +10,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
 
 from nrl_models.common.cached import cached
 from nrl_models.common.upstream import mark_initialized
@@ -24,9 +25,15 @@ def class_name(model: nn.Module) -> str:
 def is_base_model(model: nn.Module) -> bool:
     """Return True if a model has no head: it returns hidden states, and has no loss.
 
-    Some models with a head have no separate base model (`base_model` is the model). They accept labels.
+    Some models with a head have no separate base model (`base_model` is the model). They accept labels. transformers'
+    `AutoModel` also has base models that accept labels, and compute no loss.
     """
-    return getattr(model, "base_model", None) is model and "labels" not in signature(type(model).forward).parameters
+    if getattr(model, "base_model", None) is not model:
+        return False
+    if "labels" not in signature(type(model).forward).parameters:
+        return True
+    names = MODEL_MAPPING_NAMES.get(cast(PreTrainedModel, model).config.model_type, ())
+    return class_name(model) in ((names,) if isinstance(names, str) else names) and not predicts_words(model)
 
 
 def predicts_words(model: nn.Module) -> bool:
