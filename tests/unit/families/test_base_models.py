@@ -7,12 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import assert_same, edit_weights, stored
+from checkpoints import assert_same, edit_config, edit_weights, hf_tensors, stored
 from transformers import AutoConfig, RwkvConfig
 from transformers import AutoModel as HFAutoModel
 
 from nrl_models import AutoModel, AutoModelForCausalLM, CheckpointError, registry
 from nrl_models.auto import auto_class_of
+from nrl_models.common.modules import is_base_model
 from nrl_models.common.projections import report
 from nrl_models.common.upstream_conversions import as_meant
 from nrl_models.family import FamilyModel
@@ -30,6 +31,23 @@ HEADS = (
     "Glm4vForConditionalGeneration",
     "LlavaForConditionalGeneration",  # a head inside the text model on the hub
 )
+
+PUBLISHED_NAMES = (
+    "AriaForConditionalGeneration",
+    "Gemma3ForConditionalGeneration",  # a base model that accepts labels
+    "Kosmos2ForConditionalGeneration",  # a base model without a prefix
+    "Qwen2AudioForConditionalGeneration",
+)
+"""Models whose published names have no prefix of the base model."""
+
+OWN_HEADS = ("Blip2ForConditionalGeneration", "Llama4ForConditionalGeneration", "KimiVLForConditionalGeneration")
+"""Models that transformers' `AutoModel` loads with their head, or does not load."""
+
+COMPOSITE = [
+    name
+    for name in registry.architectures(aliases=False)
+    if name.endswith("ForConditionalGeneration") and name not in OWN_HEADS and not registry.unmet_requirement(name)
+]
 
 
 @pytest.mark.parametrize("architecture", HEADS)
@@ -68,6 +86,37 @@ def test_base_model_matches_transformers(architecture: str, tmp_path: Path) -> N
         assert_same(AutoModel.from_pretrained(tmp_path / folder).state_dict(), model.state_dict())
     adapter = model.state_dict_adapter
     assert_same(adapter.from_hf(adapter.to_hf(model.state_dict())), model.state_dict())
+
+
+@pytest.mark.parametrize("named", [True, False])
+@pytest.mark.parametrize(
+    "architecture",
+    [pytest.param(name, marks=() if name in PUBLISHED_NAMES else pytest.mark.long) for name in COMPOSITE],
+)
+def test_value_head_is_not_loaded_into_base_model(architecture: str, named: bool, tmp_path: Path) -> None:
+    FamilyCase(registry.model_class(architecture)).reference().save_pretrained(tmp_path)
+    file = sorted(tmp_path.glob("*.safetensors"))[0].name
+    edit_weights(tmp_path, lambda tensors: tensors.update({"v_head.summary.weight": torch.zeros(1, 8)}), file)
+    if not named:
+        edit_config(tmp_path, architectures=None)
+    expected, told = HFAutoModel.from_pretrained(tmp_path, dtype=torch.float32, output_loading_info=True)
+    assert told["unexpected_keys"]
+    if told["missing_keys"]:
+        with pytest.raises(CheckpointError, match="missing: "):
+            AutoModel.from_pretrained(tmp_path)
+        return
+    model = AutoModel.from_pretrained(tmp_path, dtype=torch.float32)
+    assert_same(hf_tensors(model), expected.state_dict())
+
+
+def test_base_model_of_qwen2_audio_loads_without_head(tmp_path: Path) -> None:
+    """The base model accepts labels, but has no head and no loss."""
+    FamilyCase(registry.model_class("Qwen2AudioForConditionalGeneration")).reference().save_pretrained(tmp_path)
+    expected = HFAutoModel.from_pretrained(tmp_path, dtype=torch.float32)
+    model, info = AutoModel.from_pretrained(tmp_path, dtype=torch.float32, output_loading_info=True)
+    assert is_base_model(model)
+    assert info["unexpected_keys"] == {"language_model.lm_head.weight"}
+    assert_same(hf_tensors(model), expected.state_dict())
 
 
 def test_unexpected_tensors_besides_head_raise(folder: Path) -> None:
