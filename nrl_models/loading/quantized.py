@@ -71,7 +71,7 @@ def is_read_plain(config: PreTrainedConfig, options: LoadOptions) -> bool:
     return method in METHODS and (dequantizes or _cannot_stay_quantized(config, options, method))
 
 
-def _cannot_stay_quantized(config: PreTrainedConfig, options: LoadOptions, method: str) -> bool:
+def _cannot_stay_quantized(config: PreTrainedConfig, options: LoadOptions, method: str | None) -> bool:
     """Return True if transformers dequantizes a checkpoint against the request, because this machine has no kernels.
 
     Raises:
