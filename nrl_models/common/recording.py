@@ -105,6 +105,50 @@ def forward_replaced(module: nn.Module, forward: Callable[..., Any]) -> Iterator
             module.__dict__["forward"] = before
 
 
+@contextmanager
+def hooks_that_change(module: nn.Module, *, inputs: bool) -> Iterator[list[str]]:
+    """Yield a list of the forward hooks of `module` that change its values by more than their dtype.
+
+    Args:
+        module: The module, which runs while the context is open.
+        inputs: Whether to list forward pre-hooks that change the first tensor of its input also.
+    """
+    names: list[str] = []
+
+    def watched(kind: str, hook: Callable[..., Any], index: int) -> Callable[..., Any]:
+        def run(*values: Any) -> Any:
+            before = _copied(values[index])
+            result = hook(*values)
+            after = values[index] if result is None else result
+            if kind == "pre-hook" and len(values) == 3 and result is not None:  # with keyword arguments
+                after = result[0]
+            pairs = zip(float_tensors(before), float_tensors(after), strict=False)
+            if any(_differ(*pair) for pair in pairs):
+                names.append(f"forward {kind} {getattr(hook, '__qualname__', type(hook).__name__)}")
+            return result
+
+        return run
+
+    with ExitStack() as stack:
+        kinds = [("pre-hook", module._forward_pre_hooks, 1)] if inputs else []
+        for kind, hooks, index in [*kinds, ("hook", module._forward_hooks, -1)]:
+            for key, hook in hooks.items():
+                stack.callback(_restore, hooks, key, hook)
+                hooks[key] = watched(kind, hook, index)
+        yield names
+
+
+def _restore(hooks: dict[int, Callable[..., Any]], key: int, hook: Callable[..., Any]) -> None:
+    if key in hooks:  # a hook may remove itself
+        hooks[key] = hook
+
+
+def _differ(before: torch.Tensor, after: torch.Tensor) -> bool:
+    """Return True if two tensors differ by more than their dtype."""
+    cast = before.to(after.dtype)
+    return cast.shape != after.shape or not torch.allclose(cast, after, rtol=0.0, atol=0.0, equal_nan=True)
+
+
 def _copied(value: Any) -> Any:
     """Copy tensors, also in tuples and lists. Other values are dropped."""
     if isinstance(value, torch.Tensor):

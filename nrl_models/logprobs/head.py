@@ -14,9 +14,9 @@ If the fit fails, or if the head does not reproduce the model's logits on a shor
 from __future__ import annotations
 
 import inspect
-import math
 import weakref
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -29,12 +29,9 @@ from nrl_models.common.documents.layers import BOUNDARIES
 from nrl_models.common.forward.evaluation import evaluating
 from nrl_models.common.forward.routing import own_routing
 from nrl_models.common.modules import innermost, peft_types, reads_complete_rows, virtual_tokens
-from nrl_models.common.recording import forward_replaced
+from nrl_models.common.recording import forward_replaced, hooks_that_change
 from nrl_models.errors import HeadError, one_line
-from nrl_models.logprobs.logit_buffers import OutputHead, autocast_dtype
-
-PROBE = (0.0, 2.0**-10, -(2.0**-10), 0.5, -0.5, 1.0, -1.0, 3.0, -7.0, 20.0, -45.0, 100.0, 2.0**20, -(2.0**20))
-"""Numbers to use as logits: small ones show the slope, large ones a cap."""
+from nrl_models.logprobs.logit_buffers import ADVICE, PROBE, OutputHead, autocast_dtype, fitted_head, whole
 
 CHECKED_TOKENS = 4
 """Length of the text on which a head is compared with the model's own logits."""
@@ -57,11 +54,13 @@ def hidden_states_and_head(model: nn.Module, input_ids: torch.Tensor, **inputs: 
     """
     module = output_embedding(model)
     if isinstance(module, peft_types()) and (reads_complete_rows(model) or inputs.get("adapter_names")):
-        raise HeadError(f"{_name(model)} has an adapter on its output embedding that depends on the row. {_ADVICE}")
+        raise HeadError(f"{_name(model)} has an adapter on its output embedding that depends on the row. {ADVICE}")
     sharded = _sharded_around(model, module) if torch.is_grad_enabled() else []
     caller = (id(module), type(module), autocast_dtype(input_ids))
+    hooks = (*module._forward_pre_hooks, *module._forward_hooks, bool(module._forward_hooks) and module.training)
     checked = _checked.setdefault(model, {})
-    sample = None if caller in checked else _HeadSample.of(model, module, input_ids, inputs)
+    is_checked = caller in checked and checked[caller][-1] == hooks
+    sample = None if is_checked else _HeadSample.of(model, module, input_ids, inputs)
     given: list[torch.Tensor] = []
     autocast: list[torch.dtype | None] = []
 
@@ -71,27 +70,68 @@ def hidden_states_and_head(model: nn.Module, input_ids: torch.Tensor, **inputs: 
         probe = torch.tensor(PROBE, dtype=torch.float32, device=hidden.device, requires_grad=bool(sharded))
         return probe.repeat(*hidden.shape[:-1], 1)
 
-    with forward_replaced(module, stand_in):
+    with _naming_hooks(model, module, input_ids, inputs), forward_replaced(module, stand_in):
         try:
             observed = _logits_of(model(input_ids=input_ids, use_cache=False, **inputs))
         except Exception as error:
             if given:
                 raise HeadError(
                     f"{_name(model)} fails after its output embedding when its logits are {len(PROBE)} numbers "
-                    f"({one_line(error)}), so that step depends on the vocabulary. {_ADVICE}"
+                    f"({one_line(error)}), so that step depends on the vocabulary. {ADVICE}"
                 ) from error
             raise
     _require_one_call(model, module, given, input_ids)
     hidden = _columns_of_tokens(model, given[0], input_ids)
-    head = replace(_fit(observed, model), module=module, autocast=autocast[0])
-    if checked.get(caller) != (head.scale, head.cap, head.autocast):
-        (sample or _HeadSample.of(model, module, input_ids, inputs)).compare(model, head)
-        checked[caller] = head.scale, head.cap, head.autocast
+    with _naming_hooks(model, module, input_ids, inputs):
+        head = replace(fitted_head(observed, _name(model)), module=module, autocast=autocast[0])
+        if checked.get(caller) != (state := (head.scale, head.cap, head.autocast, hooks)):
+            (sample or _HeadSample.of(model, module, input_ids, inputs)).compare(model, head)
+            checked[caller] = state
     for part in sharded:
         part.unshard()
     if sharded:  # adds zero, so that the backward passes through the model's output, where FSDP starts its own
         hidden = hidden + 0.0 * _columns_of_tokens(model, observed[..., :1], input_ids).to(hidden.dtype)
     return hidden, head
+
+
+@contextmanager
+def _naming_hooks(
+    model: nn.Module, module: nn.Module, input_ids: torch.Tensor, inputs: Mapping[str, Any]
+) -> Iterator[None]:
+    """Replace a `HeadError` by one that names the hooks of the output embedding, if they change its values.
+
+    Forward pre-hooks of a plain linear are right: the hidden states are those that they return.
+    """
+    try:
+        yield
+    except HeadError as error:
+        with hooks_that_change(module, inputs=not OutputHead(module).is_plain) as hooks, torch.no_grad():
+            _run_sample(model, input_ids, inputs, hooks)
+        if not hooks:
+            raise
+        name = next((name for name, part in model.named_modules() if part is module), type(module).__name__)
+        raise HeadError(
+            f"{name}: {', '.join(dict.fromkeys(hooks))} changes the input or output of {_name(model)}'s output "
+            f"embedding, and chunks of tokens cannot reproduce the result. {ADVICE}"
+        ) from error
+
+
+def _run_sample(model: nn.Module, input_ids: torch.Tensor, inputs: Mapping[str, Any], *seen: list[Any]) -> Any:
+    """Run the model on the first tokens. If it does not run on these alone (images), it runs on all inputs.
+
+    Args:
+        model, input_ids, inputs: The model and its inputs.
+        seen: Lists that hooks fill. They are cleared before a second run.
+    """
+    with own_routing(model):
+        try:
+            return model(input_ids=input_ids.reshape(-1)[:CHECKED_TOKENS][None], use_cache=False)
+        except Exception:  # of any type: the text may need the images, and classes report that differently
+            if not inputs:
+                raise
+            for values in seen:
+                values.clear()
+            return model(input_ids=input_ids, use_cache=False, **inputs)
 
 
 def _require_one_call(
@@ -107,7 +147,7 @@ def _require_one_call(
         raise HeadError(
             f"{_name(model)} calls its output embedding ({type(module).__name__}) {called}; expected once, on every "
             f"token of {tuple(input_ids.shape)}. If it is compiled as a whole, compile its layers or its base model "
-            f"instead. {_ADVICE}"
+            f"instead. {ADVICE}"
         )
 
 
@@ -126,7 +166,6 @@ _LANGUAGE_MODEL = (
     "log-probabilities of tokens need a language model (AutoModelForCausalLM, AutoModelForImageTextToText, "
     "AutoModelForMultimodalLM)"
 )
-_ADVICE = "Pass chunk_size=None to compute from the model's own full logits instead."
 
 
 def output_embedding(model: nn.Module) -> nn.Module:
@@ -222,33 +261,6 @@ def _logits_of(output: Any) -> torch.Tensor:
     return output.logits if hasattr(output, "logits") else output[0]
 
 
-def _fit(observed: torch.Tensor, model: nn.Module) -> OutputHead:
-    """Fit the head that converts `PROBE` to the observed values, `(batch, seq_len, len(PROBE))`."""
-    rows = observed.detach().reshape(-1, observed.shape[-1])
-    values, *bounds = torch.stack([rows[0], *torch.aminmax(rows, dim=0)]).double().cpu()  # one wait for a GPU
-    # Equal but for rounding, which a hook may change (`nrl_models.parity.noise`).
-    if len(values) != len(PROBE) or not all(torch.allclose(bound, values, rtol=1e-5, atol=1e-9) for bound in bounds):
-        raise HeadError(f"{_name(model)} treats logits of different tokens differently. {_ADVICE}")
-    probe = torch.tensor(PROBE, dtype=torch.float64)
-    scale = (values[5]).item()
-    largest = values[12].item()
-    if math.isclose(largest, scale * PROBE[12], rel_tol=1e-4):
-        head = OutputHead(nn.Identity(), scale)
-        expected = scale * probe
-    else:
-        # tanh(x) differs from x by at most x^3 / 3, so the smallest numbers give the slope.
-        scale = values[1].item() / PROBE[1]
-        head = OutputHead(nn.Identity(), 1.0 if math.isclose(scale, 1.0, rel_tol=1e-5) else scale, largest)
-        expected = largest * torch.tanh(probe * head.scale / largest)
-    tolerance = 1e-5 * expected.abs().clamp(min=abs(head.scale) * 0.01)
-    if not bool(((values - expected).abs() <= tolerance).all()) or head.scale == 0.0:
-        made = ", ".join(f"{x:g} -> {y:g}" for x, y in zip(PROBE[3:], values[3:].tolist(), strict=True))
-        raise HeadError(
-            f"{_name(model)} changes its logits by something other than a scale or a soft cap: {made}. {_ADVICE}"
-        )
-    return head
-
-
 _checked: weakref.WeakKeyDictionary[nn.Module, dict[Any, Any]] = weakref.WeakKeyDictionary()
 """Scale, cap and autocast of the heads that were compared with a model's logits, by output embedding and autocast."""
 
@@ -263,61 +275,70 @@ class _HeadSample:
     Attributes:
         expected: Logits of the model, `(1, CHECKED_TOKENS, vocab_size)`.
         embedded: Result of the output embedding for the same tokens, without scale and cap.
+        unhooked: The same as the model computed it, before forward hooks; None if there are none, or if they run for
+            each chunk of tokens.
         rounding: Largest `eps` of the hidden states and the logits.
     """
 
     expected: torch.Tensor
     embedded: torch.Tensor
+    unhooked: torch.Tensor | None
     rounding: float
 
     @classmethod
     @torch.no_grad()
     def of(cls, model: nn.Module, module: nn.Module, input_ids: torch.Tensor, inputs: Mapping[str, Any]) -> _HeadSample:
-        """Run the model on the first tokens. If it does not run on these alone (images), it runs on all inputs.
+        """Run the model on the first tokens.
 
         Raises:
             HeadError: If the model does not call its output embedding exactly once.
         """
-        tokens = input_ids.reshape(-1)[:CHECKED_TOKENS][None]
         given: list[torch.Tensor] = []
         autocast: list[torch.dtype | None] = []
+        unhooked: list[torch.Tensor] = []
+        bypassed = bool(module._forward_hooks) and OutputHead(module).is_plain
+        training = module.training
 
         def note(_: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
             given.append(args[0])
             autocast.append(autocast_dtype(args[0]))
 
-        handle = module.register_forward_pre_hook(note)
-        try:
-            with evaluating(model), own_routing(model):
-                try:
-                    output = model(input_ids=tokens, use_cache=False)
-                except Exception:  # of any type: the text may need the images, and classes report that differently
-                    if not inputs:
-                        raise
-                    given.clear()
-                    autocast.clear()
-                    output = model(input_ids=input_ids, use_cache=False, **inputs)
-        finally:
-            handle.remove()
-        _require_one_call(model, module, given, tokens)
+        def keep(_: nn.Module, __: Any, output: torch.Tensor) -> None:
+            unhooked.append(whole(output[:, :CHECKED_TOKENS]).clone())
+
+        with ExitStack() as stack:
+            stack.callback(module.register_forward_pre_hook(note).remove)
+            stack.enter_context(evaluating(model))
+            if bypassed:
+                stack.callback(module.register_forward_hook(keep, prepend=True).remove)
+                module.training = training  # hooks may read it
+            output = _run_sample(model, input_ids, inputs, given, autocast, unhooked)
+        _require_one_call(model, module, given, input_ids.reshape(-1)[:CHECKED_TOKENS][None])
         hidden, expected = given[0][:, :CHECKED_TOKENS], _logits_of(output)[:, :CHECKED_TOKENS].clone()
         embedded = OutputHead(module, autocast=autocast[0])(hidden)
         # Some models compute their logits in another dtype than their hidden states.
-        return cls(expected, embedded, max(torch.finfo(each.dtype).eps for each in (hidden, expected, embedded)))
+        rounding = max(torch.finfo(each.dtype).eps for each in (hidden, expected, embedded))
+        return cls(expected, embedded, unhooked[0] if bypassed else None, rounding)
 
     @torch.no_grad()
     def compare(self, model: nn.Module, head: OutputHead) -> None:
         """Check that `head` reproduces the model's logits, up to rounding of the dtype.
+
+        Hooks may change logits by less than the rounding of a matmul, so their effect is compared with each logit.
 
         Raises:
             HeadError: If it does not.
         """
         actual, expected = head.finish(self.embedded).float(), self.expected.float()
         tolerance = 8 * self.rounding * max(1.0, expected.abs().nan_to_num(posinf=0.0).max().item())
-        if actual.shape != expected.shape or not torch.allclose(
+        equal = actual.shape == expected.shape and torch.allclose(
             actual, expected, rtol=0.0, atol=tolerance, equal_nan=True
-        ):
+        )
+        if equal and self.unhooked is not None and self.unhooked.shape == expected.shape:
+            unhooked = head.finish(self.unhooked).float()
+            equal = torch.allclose(unhooked, expected, rtol=8 * self.rounding, atol=1e-7, equal_nan=True)
+        if not equal:
             raise HeadError(
                 f"{_name(model)}'s logits {tuple(expected.shape)} are not those of its output embedding with scale "
-                f"{head.scale:g} and cap {head.cap} {tuple(actual.shape)}. {_ADVICE}"
+                f"{head.scale:g} and cap {head.cap} {tuple(actual.shape)}. {ADVICE}"
             )

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
 
+from nrl_models.errors import HeadError
 from nrl_models.logprobs.fused import fuses, log_sum_exp, logprob_gradient_, run_fused
 
 CHUNK_ELEMENTS, FUSED_CHUNK_ELEMENTS = 2**25, 2**27
@@ -18,6 +20,11 @@ smaller chunks, a GPU would wait for kernel launches."""
 
 FLOOR = -1e30
 """Replaces -inf where it would be multiplied by a probability of zero."""
+
+PROBE = (0.0, 2.0**-10, -(2.0**-10), 0.5, -0.5, 1.0, -1.0, 3.0, -7.0, 20.0, -45.0, 100.0, 2.0**20, -(2.0**20))
+"""Numbers to use as logits: small ones show the slope, large ones a cap."""
+
+ADVICE = "Pass chunk_size=None to compute from the model's own full logits instead."
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,16 +50,21 @@ class OutputHead:
 
         Also None for a weight that is loaded only while the module runs (accelerate's offloading).
         """
+        return whole(cast(torch.Tensor, self.module.weight)) if self.is_plain else None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether logits are computed from `weight`, without calling `module` and its hooks."""
         module = self.module
-        if not isinstance(module, nn.Linear) or type(module).forward is not nn.Linear.forward or module.weight.is_meta:
-            return None
-        return _whole(module.weight)
+        if not isinstance(module, nn.Linear) or type(module).forward is not nn.Linear.forward:
+            return False
+        return not module.weight.is_meta
 
     @property
     def bias(self) -> torch.Tensor | None:
         """`(vocab_size,)`, or None."""
         bias = getattr(self.module, "bias", None)
-        return None if bias is None else _whole(bias)
+        return None if bias is None else whole(bias)
 
     def vocabulary(self, hidden: torch.Tensor) -> int:
         """Return the number of logits per token.
@@ -89,12 +101,41 @@ class OutputHead:
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         """Compute the logits of hidden states in the same way as the model."""
-        if (weight := self.weight) is not None and weight is not self.module.weight:  # sharded
+        if (weight := self.weight) is not None:
             bias = None if self.bias is None else self.bias.to(hidden.dtype)
             with self.autocasting(hidden):
                 return self.finish(nn.functional.linear(hidden, weight.to(hidden.dtype), bias))
         with self.autocasting(hidden):
             return self.finish(self.module(hidden))
+
+
+def fitted_head(observed: torch.Tensor, name: str) -> OutputHead:
+    """Fit the head that converts `PROBE` to the observed values, `(batch, seq_len, len(PROBE))`.
+
+    Raises:
+        HeadError: If the model `name` converts them by something other than a scale or a soft cap.
+    """
+    rows = observed.detach().reshape(-1, observed.shape[-1])
+    values, *bounds = torch.stack([rows[0], *torch.aminmax(rows, dim=0)]).double().cpu()  # one wait for a GPU
+    # Equal but for rounding, which a hook may change (`nrl_models.parity.noise`).
+    if len(values) != len(PROBE) or not all(torch.allclose(bound, values, rtol=1e-5, atol=1e-9) for bound in bounds):
+        raise HeadError(f"{name} treats logits of different tokens differently. {ADVICE}")
+    probe = torch.tensor(PROBE, dtype=torch.float64)
+    scale = (values[5]).item()
+    largest = values[12].item()
+    if math.isclose(largest, scale * PROBE[12], rel_tol=1e-4):
+        head = OutputHead(nn.Identity(), scale)
+        expected = scale * probe
+    else:
+        # tanh(x) differs from x by at most x^3 / 3, so the smallest numbers give the slope.
+        scale = values[1].item() / PROBE[1]
+        head = OutputHead(nn.Identity(), 1.0 if math.isclose(scale, 1.0, rel_tol=1e-5) else scale, largest)
+        expected = largest * torch.tanh(probe * head.scale / largest)
+    tolerance = 1e-5 * expected.abs().clamp(min=abs(head.scale) * 0.01)
+    if not bool(((values - expected).abs() <= tolerance).all()) or head.scale == 0.0:
+        made = ", ".join(f"{x:g} -> {y:g}" for x, y in zip(PROBE[3:], values[3:].tolist(), strict=True))
+        raise HeadError(f"{name} changes its logits by something other than a scale or a soft cap: {made}. {ADVICE}")
+    return head
 
 
 def autocast_dtype(hidden: torch.Tensor) -> torch.dtype | None:
@@ -103,7 +144,7 @@ def autocast_dtype(hidden: torch.Tensor) -> torch.dtype | None:
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
 
 
-def _whole(tensor: torch.Tensor) -> torch.Tensor:
+def whole(tensor: torch.Tensor) -> torch.Tensor:
     """Gather a sharded parameter (DTensor). Gradients go back to its shards."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
