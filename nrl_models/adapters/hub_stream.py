@@ -12,14 +12,27 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
-from nrl_models.common.modules import innermost, named_tensors, own_name, without_wrappers
+from nrl_models.common.modules import (
+    innermost,
+    is_disabled,
+    named_tensors,
+    own_name,
+    peft_modules,
+    peft_types,
+    without_wrappers,
+)
 from nrl_models.common.state_dict.adapter import StateDictAdapter
 from nrl_models.common.state_dict.layouts import loaded_names, note_loaded_names
 from nrl_models.common.state_dict.ties import tied_names
 from nrl_models.common.upstream_conversions import loaded_conversions, set_loaded_conversions
-from nrl_models.errors import TrainerError, UnknownArgumentError
+from nrl_models.errors import Problem, ProblemKind, StateDictError, TrainerError, UnknownArgumentError
 from nrl_models.loading.skeleton import build_skeleton
 from nrl_models.registry import unmet
+
+_TIED_ADVICE = (
+    "load the model with tie_word_embeddings=False before adding adapters. If both weights have an adapter, "
+    "nrl_models.export_adapter(model) can also export the merged weights for a refit"
+)
 
 
 def check_trainer(requirement: str) -> None:
@@ -71,11 +84,15 @@ class HubStream:
             model: The trainer's model, for its buffers, which trainers omit (such as a router's correction bias).
 
         Raises:
-            StateDictError: If a name or shape is not the model's.
+            StateDictError: If a name or shape is not the model's. Before the first tensor, if one of two tied weights
+                has an adapter that changes both when the trainer merges it in place.
         """
-        named = ((name, tensor) for name, _, _, tensor in named_tensors(without_wrappers(unwrapped(model), peft=True)))
+        inner = unwrapped(model)
+        plain = without_wrappers(inner, peft=True)
+        named = ((name, tensor) for name, _, _, tensor in named_tensors(plain))
         buffers = ((name, tensor) for name, tensor in named if not isinstance(tensor, nn.Parameter))
-        tied = tied_names(without_wrappers(unwrapped(model), peft=True))
+        tied = tied_names(plain)
+        _check_tied_adapters(inner, tied)
         for name, tensor in self.adapter.iter_to_hf(self._once(chain(tensors, buffers), tied)):
             yield name, tensor.contiguous()
 
@@ -90,6 +107,36 @@ class HubStream:
             if kept not in seen:
                 seen.add(kept)
                 yield kept, tensor
+
+
+def _check_tied_adapters(model: nn.Module, tied: Mapping[str, str]) -> None:
+    """Check that no tied weight has an adapter that the other's forward does not apply in the same way.
+
+    Trainers merge adapters in place, and tied weights are one tensor. So it gets the deltas of both adapters, and twice
+    those of an adapter that both share. Only replaced rows (trainable tokens) may be merged twice.
+
+    Raises:
+        StateDictError: If there is one. Lists all.
+    """
+    wrappers = {name: wrapper for name, wrapper in peft_modules(model) if not is_disabled(wrapper)}
+
+    def tuners_on(name: str) -> list[Any]:
+        wrapper = next((wrapper for module, wrapper in wrappers.items() if name.startswith(f"{module}.")), nn.Module())
+        return [layer for layer in wrapper.modules() if isinstance(layer, peft_types()[:1])]
+
+    problems = []
+    for name, kept in tied.items():
+        first, second = tuners_on(name), tuners_on(kept)
+        replaces_rows = all("trainable_tokens_delta" in tuner.adapter_layer_names for tuner in (*first, *second))
+        if not (replaces_rows and _parameters_in(first) == _parameters_in(second)):
+            detail = f"is tied to {kept}, and trainers merge adapters in place: both weights would get every adapter"
+            problems.append(Problem(ProblemKind.TIED, name, detail, advice=_TIED_ADVICE))
+    if problems:
+        raise StateDictError("the adapters of tied weights cannot be merged in place", problems)
+
+
+def _parameters_in(tuners: Iterable[nn.Module]) -> set[int]:
+    return {id(parameter) for tuner in tuners for parameter in tuner.parameters()}
 
 
 def unwrapped(model: nn.Module) -> PreTrainedModel:

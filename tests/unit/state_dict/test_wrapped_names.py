@@ -201,6 +201,61 @@ def test_hub_stream_accepts_wrapped_parameter_names(name: str, exported: Tensors
     assert_same(dict(stream(state_dict.items(), wrapped)), exported)
 
 
+def merged_in_place(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Merge adapters and yield the base model's parameters, as TRL's `VLLMGeneration` does."""
+    model.merge_adapter()
+    for name, parameter in model.named_parameters():
+        name = name.removeprefix("base_model.model.").replace(".base_layer", "")
+        if not any(part in name for part in (model.prefix, "original_module", "trainable_tokens_")):
+            yield name.replace("modules_to_save.default.", "").replace("token_adapter.", ""), parameter.data
+    model.unmerge_adapter()
+
+
+def with_changed_adapters(**options: Any) -> Any:
+    torch.manual_seed(0)
+    model: Any = get_peft_model(copy.deepcopy(CASE.model()), LoraConfig(r=2, init_lora_weights=False, **options))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter += 0.1 * torch.randn_like(parameter)
+    return model
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"target_modules": ["embed_tokens", "lm_head", "q_proj"]},
+        {"target_modules": ["embed_tokens"]},
+        {"target_modules": ["q_proj", "lm_head"]},
+        {"target_modules": ["embed_tokens", "lm_head"], "ensure_weight_tying": True},
+    ],
+    ids=str,
+)
+def test_adapters_on_tied_weights_merged_in_place_raise(options: dict[str, Any]) -> None:
+    model = with_changed_adapters(**options)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with pytest.raises(StateDictError, match=r"lm_head\.weight: is tied to model\.embed_tokens\.weight, and trainers"):
+        next(HubStream(CASE.model())(merged_in_place(model), model))
+    assert_same(model.state_dict(), before)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"modules_to_save": ["lm_head"]},
+        {"modules_to_save": ["embed_tokens", "lm_head"]},
+        {"trainable_token_indices": [1, 5]},
+    ],
+    ids=str,
+)
+def test_adapters_merged_in_place_equal_export(options: dict[str, Any]) -> None:
+    model = with_changed_adapters(target_modules=["q_proj"], **options)
+    expected = {name: tensor.clone() for name, tensor in export_adapter(model).iter_export(model)}
+    streamed = {name: tensor.clone() for name, tensor in HubStream(CASE.model())(merged_in_place(model), model)}
+    assert_same(streamed, expected)
+
+
 @pytest.mark.usefixtures("world")
 def test_saving_flattened_model_raises(tmp_path: Path) -> None:
     model = copy.deepcopy(CASE.model())
