@@ -156,6 +156,12 @@ def has_quantizer(settings: Mapping[str, Any]) -> bool:
         return True
 
 
+def quantizer_name(quant_method: Any) -> Any:
+    """Return the name of a quantization method. transformers reads `mxfp8` as `fp8`."""
+    name = getattr(quant_method, "value", quant_method)
+    return "fp8" if name == "mxfp8" else name
+
+
 def requests_dequantization(quantization_config: Any, quant_method: str | None) -> bool:
     """Return True if transformers' object for a method, or its dictionary, requests dequantized weights.
 
@@ -166,8 +172,7 @@ def requests_dequantization(quantization_config: Any, quant_method: str | None) 
         settings = dict(quantization_config)
     else:
         settings = {name: getattr(quantization_config, name, None) for name in names}
-    method = settings.get("quant_method")
-    if getattr(method, "value", method) != quant_method:
+    if quantizer_name(settings.get("quant_method")) != quantizer_name(quant_method):
         return False
     return bool(settings.get("dequantize")) or settings.get("run_compressed") is False
 

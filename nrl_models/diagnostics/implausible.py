@@ -31,7 +31,7 @@ SPLITS = ("pretraining_tp", "tp_size", "ep_size")
 
 _NUMBER = re.compile(r"(?<=[.\[])\d+(?=[.\]])")
 
-STORED_METHODS = frozenset({"fp8", "mxfp4", "gptq", "awq"})
+STORED_METHODS = frozenset({"fp8", "mxfp8", "mxfp4", "gptq", "awq"})
 """Quantization methods whose checkpoints have quantized tensors. Others may quantize while loading."""
 
 

@@ -23,7 +23,7 @@ from nrl_models.common.state_dict.kept_tensors import keep, keeps_unused, kept_f
 from nrl_models.common.state_dict.layouts import base_prefix, note_quantized_names, renamed_keys
 from nrl_models.common.state_dict.mtp import MTPNames
 from nrl_models.common.switches import is_off
-from nrl_models.common.upstream import has_quantizer, requests_dequantization
+from nrl_models.common.upstream import has_quantizer, quantizer_name, requests_dequantization
 from nrl_models.common.upstream_conversions import Renaming, get_model_conversion_mapping, set_loaded_conversions
 from nrl_models.errors import CheckpointError, Problem, ProblemKind, one_line
 from nrl_models.loading.fit import EXACT, Tolerance, former_buffers, joined
@@ -68,7 +68,7 @@ def is_read_plain(config: PreTrainedConfig, options: LoadOptions) -> bool:
             advice = "leave it out, or pass CompressedTensorsConfig(dequantize=True)"
             raise CheckpointError(f"cannot load {config.name_or_path}", [problem], [advice])
         return True
-    return method in METHODS and (dequantizes or _cannot_stay_quantized(config, options, method))
+    return quantizer_name(method) in METHODS and (dequantizes or _cannot_stay_quantized(config, options, method))
 
 
 def _cannot_stay_quantized(config: PreTrainedConfig, options: LoadOptions, method: str | None) -> bool:
@@ -78,7 +78,7 @@ def _cannot_stay_quantized(config: PreTrainedConfig, options: LoadOptions, metho
         ConfigurationError: If transformers does not support the quantization.
     """
     requested = settings_of(options.quantization_config)
-    if requested.get("quant_method") != method:
+    if quantizer_name(requested.get("quant_method")) != quantizer_name(method):
         return False
     with blaming(config, "quantize the model"):
         quantizer = AutoHfQuantizer.from_config(copy.deepcopy(options.quantization_config), pre_quantized=True)

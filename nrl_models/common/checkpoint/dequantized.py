@@ -33,7 +33,7 @@ from nrl_models.common.upstream import text_part
 from nrl_models.errors import CheckpointError, Problem, ProblemKind, shown
 
 METHODS = ("fp8", "mxfp4")
-"""Names in `quantization_config` of the supported methods."""
+"""Names in transformers of the supported methods. It reads `mxfp8` as `fp8`."""
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 FP4_PAIRS = torch.int8

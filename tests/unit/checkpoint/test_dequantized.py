@@ -222,11 +222,23 @@ def save_in_form(model: PreTrainedModel, form: str, folder: Path) -> dict[str, t
     return expected
 
 
+@pytest.mark.parametrize("method", ["fp8", "mxfp8"])
 @pytest.mark.parametrize("form", FORMS)
-def test_published_fp8_formats(form: str, deepseek: PreTrainedModel, tmp_path: Path) -> None:
+def test_published_fp8_formats(form: str, method: str, deepseek: PreTrainedModel, tmp_path: Path) -> None:
     expected = save_in_form(deepseek, form, tmp_path)
-    edit_config(tmp_path, quantization_config={"quant_method": "fp8", **FORMS[form][1]})
+    edit_config(tmp_path, quantization_config={"quant_method": method, **FORMS[form][1]})
     model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    exported = dict(model.state_dict_adapter.iter_export(model))
+    assert_same({key: exported[key] for key in expected}, expected)
+
+
+@pytest.mark.parametrize("requested", ["fp8", "mxfp8"])
+def test_mxfp8_with_requested_dequantization_loads(requested: str, deepseek: PreTrainedModel, tmp_path: Path) -> None:
+    expected = save_in_form(deepseek, "vLLM's names", tmp_path)
+    edit_config(tmp_path, quantization_config={"quant_method": "mxfp8"})
+    model = AutoModelForCausalLM.from_pretrained(
+        tmp_path, dtype=torch.float32, quantization_config={"quant_method": requested, "dequantize": True}
+    )
     exported = dict(model.state_dict_adapter.iter_export(model))
     assert_same({key: exported[key] for key in expected}, expected)
 
