@@ -322,7 +322,7 @@ def _are_same(files: CheckpointFiles, tensor: StoredTensor, others: CheckpointFi
 
 
 def require_readable(folder: Path) -> dict[str, Identity | None]:
-    """Check a checkpoint's files before transformers opens them. Return their state, see `CheckpointFiles.seen`.
+    """Check a checkpoint's files before transformers opens them, and return their state (`CheckpointFiles.seen`).
 
     transformers follows an index to pickles, which can run code, and to files outside the directory.
 
@@ -330,8 +330,7 @@ def require_readable(folder: Path) -> dict[str, Identity | None]:
         CheckpointError: See `CheckpointFiles` and `require_links_inside`.
     """
     require_links_inside(folder)
-    files = CheckpointFiles(folder)
-    files.close()
+    (files := CheckpointFiles(folder)).close()
     return files.seen
 
 
@@ -348,5 +347,4 @@ def _advice(problems: list[Problem]) -> list[str]:
         ProblemKind.INDEX: disagree,
         ProblemKind.DUPLICATED: disagree,
     }
-    kinds = {problem.kind for problem in problems}
-    return list(dict.fromkeys(text for kind, text in advice.items() if kind in kinds))
+    return list(dict.fromkeys(text for kind, text in advice.items() if kind in {each.kind for each in problems}))
