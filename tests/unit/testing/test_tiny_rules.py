@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers
+from config.published_configs import published, shrunk
 from transformers import (
     DeepseekV3Config,
     GemmaConfig,
@@ -25,7 +28,9 @@ from transformers.models.auto import modeling_auto
 from transformers.utils import logging
 from versions import since
 
+from nrl_models import registry
 from nrl_models.common.config.walk import all_values, parts
+from nrl_models.loading.read_config import read_config
 from nrl_models.testing import sizes
 from nrl_models.testing.tiny import TinyModelError, find_tiny, tiny_config
 
@@ -72,6 +77,20 @@ def quiet() -> Any:
     logging.set_verbosity(100)
     yield
     logging.set_verbosity(before)
+
+
+@since("5.24")  # older versions lack some of the configurations
+@pytest.mark.usefixtures("quiet")
+def test_tiny_published_configurations_keep_their_kinds_of_layers(tmp_path: Path) -> None:
+    registry.register_custom_configs()
+    file, lost = tmp_path / "config.json", {}
+    for repository, entry in published().items():
+        file.write_text(json.dumps(dict(entry.config)))
+        config = read_config(tmp_path)
+        file.write_text(json.dumps(shrunk(entry, config)))
+        if kinds := layer_kinds(config) - layer_kinds(read_config(tmp_path)):
+            lost[repository] = kinds
+    assert not lost
 
 
 @pytest.mark.usefixtures("quiet")
