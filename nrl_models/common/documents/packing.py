@@ -148,9 +148,8 @@ def _documents_of(model: Any, inputs: dict[str, Any]) -> Documents | None:
     mask, cache = inputs.get("attention_mask"), cache_in(inputs)
     if inputs.get("cu_seq_lens_q") is not None:
         inputs["position_ids"] = checked_positions(inputs, mask)
-    positions = inputs.get("position_ids")
-    planes: Any = positions
-    positions = text_positions(model, positions)
+    planes: Any = inputs.get("position_ids")
+    positions = text_positions(model, planes)
     if positions is None or not _is_2d(positions) or positions.shape[1] == 1:
         return None
     if mask is None:
@@ -199,8 +198,7 @@ class KeepsDocumentsApart(WrapsReplacedForward):
     """Mixin that wraps the forward of a model inside a model (`model.model`, `model.base_model`, the decoder).
 
     Trainers with fused heads (TRL, Liger, verl) call the inner model directly. `inner_models_keep_documents_apart`
-    creates the classes, which have the names of the Hugging Face classes. Copies and pickles refer to the Hugging Face
-    class, and create this class again.
+    creates the classes, with the names of the Hugging Face classes. Copies and pickles refer to those.
 
     Attributes:
         wraps: The Hugging Face class.
