@@ -7,7 +7,7 @@ resizing, or by quantization.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Iterator, Set
+from collections.abc import Collection, Iterable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,6 +17,8 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from nrl_models.common.modules import named_tensors, own_modules, without_wrappers
+from nrl_models.common.upstream_conversions import remove_tied_weights_from_state_dict
+from nrl_models.errors import Problem, ProblemKind, StateDictError
 
 _PLAIN = (torch.Tensor, nn.Parameter)
 """Classes of tensors whose addresses are comparable."""
@@ -87,6 +89,32 @@ def are_one_memory(first: torch.Tensor, second: torch.Tensor) -> bool:
 
 def _memory_of(tensor: torch.Tensor) -> tuple[object, ...]:
     return tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
+
+
+def require_declared_ties(model: PreTrainedModel, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Check that no tensors to save share memory, except ties that transformers leaves out of files.
+
+    Raises:
+        StateDictError: If some do, such as those of a layer that a model uses twice. Lists all of them.
+    """
+    names: dict[tuple[object, ...], list[str]] = {}
+    for name, tensor in tensors.items():
+        if type(tensor) in _PLAIN and tensor.numel() > 0 and not tensor.is_meta:
+            names.setdefault(_memory_of(tensor), []).append(name)
+    if not (shared := [group for group in names.values() if len(group) > 1]):
+        return
+    try:
+        remove_tied_weights_from_state_dict(dict(tensors), model)
+    except RuntimeError as error:
+        problems = [
+            Problem(ProblemKind.TIED, name, f"is the same tensor as {kept}, and the configuration does not tie them")
+            for kept, *others in shared
+            for name in others
+        ]
+        advice = (
+            "save copies, save_pretrained(folder, state_dict={name: tensor.clone() for ...}), or copy the module first"
+        )
+        raise StateDictError(f"{type(model).__name__} shares tensors between names", problems, [advice]) from error
 
 
 def have_same_values(first: torch.Tensor, second: torch.Tensor) -> bool:

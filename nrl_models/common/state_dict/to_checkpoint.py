@@ -47,7 +47,13 @@ from nrl_models.common.state_dict.own_tensors import (
     require_savable,
     stored_formats,
 )
-from nrl_models.common.state_dict.ties import are_one_memory, declared_ties, have_same_values, tying_keys
+from nrl_models.common.state_dict.ties import (
+    are_one_memory,
+    declared_ties,
+    have_same_values,
+    require_declared_ties,
+    tying_keys,
+)
 from nrl_models.common.upstream_conversions import (
     conversions_to_revert,
     loaded_conversions,
@@ -107,7 +113,9 @@ def to_checkpoint(
     table = checkpoint_layout(model, adapter, original_format=original_format)
     tensors = read_all(table, state_dict) | {name: kept.read() for name, kept in kept_by(model).items()}
     # transformers and safetensors treat tensors that share a storage as tied; experts of one stack are not tied.
-    return {name: own_storage(tensor) for name, tensor in tensors.items()}
+    tensors = {name: own_storage(tensor) for name, tensor in tensors.items()}
+    require_declared_ties(model, tensors)
+    return tensors
 
 
 @contextmanager

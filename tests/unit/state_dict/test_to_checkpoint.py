@@ -313,3 +313,31 @@ def test_additional_modules_are_saved(llama_config: LlamaConfig, tmp_path: Path)
     model.v_head = nn.Linear(llama_config.hidden_size, 1)
     model.save_pretrained(tmp_path)
     assert "v_head.weight" in stored(tmp_path)
+
+
+def share_layer(model: Any) -> None:
+    model.model.layers[1] = model.model.layers[0]
+
+
+def share_weight(model: Any) -> None:
+    model.model.layers[1].mlp.up_proj.weight = model.model.layers[0].mlp.up_proj.weight
+
+
+@pytest.mark.parametrize("share", [share_layer, share_weight])
+def test_weights_that_are_shared_by_hand(
+    share: Callable[[Any], None], model: PreTrainedModel, llama: PreTrainedModel, tmp_path: Path
+) -> None:
+    theirs = copy.deepcopy(llama)
+    for each in (theirs, model):
+        share(each)
+    with pytest.raises(RuntimeError, match="shared tensors"):
+        theirs.save_pretrained(tmp_path / "theirs")
+    with pytest.raises(StateDictError, match=r"same tensor as model\.layers\.0\.mlp\.up_proj\.weight") as caught:
+        model.save_pretrained(tmp_path / "ours")
+    expected = {f"model.layers.1.{name}" for name, _ in llama.model.layers[1].named_parameters()}
+    found = problems(caught.value)
+    assert found == {("tied", name) for name in expected if share is share_layer or name.endswith("up_proj.weight")}
+    assert not (tmp_path / "ours").exists()
+    state_dict = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    model.save_pretrained(tmp_path / "ours", state_dict=state_dict)
+    assert_same(stored(tmp_path / "ours"), hf_tensors(model))
