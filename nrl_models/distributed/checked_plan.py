@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -13,6 +14,7 @@ from transformers import PreTrainedModel
 
 from nrl_models.common.config.walk import values_of_layers
 from nrl_models.common.modules import class_name, own_modules, own_parameters
+from nrl_models.common.value_checks import is_integer
 from nrl_models.distributed.mesh import check_mesh, describe, has_stages, size_of
 from nrl_models.distributed.parallel_plan import (
     ParallelPlan,
@@ -54,6 +56,10 @@ def plan_for(model: PreTrainedModel, mesh: DeviceMesh, plan: Plan | ParallelPlan
     has_fsdp = "fsdp" in (mesh.mesh_dim_names or ())
     problems: list[Problem] = []
     if isinstance(plan, ParallelPlan):
+        invalid = _invalid_options(plan, mesh)
+        problems += invalid.values()
+        # Check the other options with defaults in place of the invalid ones.
+        plan = replace(plan, **{name: getattr(ParallelPlan, name) for name in invalid})
         problems += _unknown_names(model, {**(plan.tensor or {}), **(plan.expert or {})})
         problems += [*_unknown_units(model, plan.units or ()), *(() if has_fsdp else _without_fsdp(plan))]
         chosen = _completed(model, mesh, plan)
@@ -153,6 +159,46 @@ def _without_fsdp(plan: ParallelPlan) -> Iterator[Problem]:
         detail = f"is {getattr(plan, option)}, which needs the dimension fsdp in the mesh"
         advice = f"add fsdp to the mesh, fsdp=1 is enough; or leave out {option}"
         yield Problem(ProblemKind.PLAN, option, detail, advice=advice)
+
+
+def _invalid_options(plan: ParallelPlan, mesh: DeviceMesh) -> dict[str, Problem]:
+    """Return the problem of each option that has a value of another kind than `ParallelPlan` documents."""
+    kinds: dict[str, tuple[Callable[[Any], bool], str]] = {
+        "tensor": (_is_rules, "a style for each name, or None"),
+        "expert": (_is_rules, "a style for each name, or None"),
+        "units": (_is_names, "a tuple of class names, or None"),
+        "param_dtype": (_is_floating_point, "a floating-point torch.dtype such as torch.bfloat16, or None"),
+        "reduce_dtype": (_is_floating_point, "a floating-point torch.dtype such as torch.float32, or None"),
+        "reshard_after_forward": (lambda value: _is_reshard(value, mesh), "True or False"),
+        "offload": (lambda value: isinstance(value, bool), "True or False"),
+        "schedule": (lambda value: isinstance(value, str), "a name in Schedule"),
+        "stages_per_rank": (lambda value: value is None or is_integer(value, 1), "a whole number, or None"),
+    }
+    return {
+        name: Problem(ProblemKind.PLAN, name, f"is {getattr(plan, name)!r}, expected {expected}")
+        for name, (is_valid, expected) in kinds.items()
+        if not is_valid(getattr(plan, name))
+    }
+
+
+def _is_rules(value: Any) -> bool:
+    return value is None or isinstance(value, Mapping)
+
+
+def _is_names(value: Any) -> bool:
+    if value is None or isinstance(value, str):
+        return value is None
+    return isinstance(value, Collection) and all(isinstance(name, str) for name in value)
+
+
+def _is_floating_point(value: Any) -> bool:
+    return value is None or (isinstance(value, torch.dtype) and value.is_floating_point)
+
+
+def _is_reshard(value: Any, mesh: DeviceMesh) -> bool:
+    """Return True for a value that torch's `fully_shard` accepts: also a number of ranks that divides `fsdp`."""
+    is_factor = isinstance(value, int) and value >= 1 and size_of(mesh, "fsdp") % value == 0 and not has_stages(mesh)
+    return isinstance(value, bool) or is_factor
 
 
 def _unknown_styles(plan: ParallelPlan) -> list[Problem]:

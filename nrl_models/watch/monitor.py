@@ -12,11 +12,10 @@ import torch
 from torch import nn
 
 from nrl_models.common.state_dict.merged import export_adapter
-from nrl_models.common.value_checks import is_integer
 from nrl_models.consistency.capsule.capsule_file import Limits
 from nrl_models.engines.base import Engine
 from nrl_models.engines.engine_types import NamedTensor, RefitReport, Sample
-from nrl_models.errors import UnknownArgumentError, shown
+from nrl_models.errors import UnknownArgumentError
 from nrl_models.logprobs import TokenLogprobs
 from nrl_models.logprobs.microbatches import ranks_of
 from nrl_models.logprobs.sampling import Sampling
@@ -27,7 +26,7 @@ from nrl_models.watch.event import Event, EventKind, StepReport, Transfer
 from nrl_models.watch.measured import Measured, Running
 from nrl_models.watch.probes import Probes
 from nrl_models.watch.record import Log, Recorder
-from nrl_models.watch.rollout_tensors import RolloutStep, draft_names, whole_numbers
+from nrl_models.watch.rollout_tensors import RolloutStep, draft_names, require_options, whole_numbers
 from nrl_models.watch.step_metrics import Bars, StepMetrics, step_metrics
 from nrl_models.watch.syncs import Sync, SyncLog, digested_after_check, warn_without_digests
 from nrl_models.watch.trainer_changes import TrainerChanges
@@ -70,7 +69,7 @@ class Watch:
         history: metrics of the last steps.
 
     Raises:
-        UnknownArgumentError: `probe_every` is negative, probes have different lengths, or `optimizer` has another type.
+        UnknownArgumentError: An option has a wrong type or value, or probes have different lengths.
         SaveError: `log` or `capsule` cannot be written.
 
     Examples:
@@ -103,10 +102,7 @@ class Watch:
         capsule: str | Path | None = None,
         capsule_limits: Limits | None = None,
     ) -> None:
-        if not is_integer(probe_every):
-            raise UnknownArgumentError(f"probe_every={shown(probe_every)}: expected at least 0")
-        if probes and (lengths := {len(row) for row in probes}) and (len(lengths) > 1 or min(lengths) < 2):
-            raise UnknownArgumentError(f"probes have {sorted(lengths)} tokens: expected one length of at least 2")
+        require_options(fail, max_staleness, probe_every, probes, compute)
         self.model, self.engine = model, engine
         self.sampling, self.fail, self.probe_every = sampling or Sampling(), fail, probe_every
         self.max_staleness = max_staleness

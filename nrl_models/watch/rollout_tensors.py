@@ -13,7 +13,7 @@ from torch.nn.utils.rnn import pad_sequence
 from nrl_models.common.modules import innermost
 from nrl_models.common.state_dict.merged import export_adapter
 from nrl_models.common.state_dict.mtp import MTPNames
-from nrl_models.common.value_checks import is_integer
+from nrl_models.common.value_checks import is_integer, is_number
 from nrl_models.engines.engine_types import Sample
 from nrl_models.errors import UnknownArgumentError, shown
 from nrl_models.logprobs import TokenLogprobs
@@ -203,3 +203,23 @@ def fingerprint(tokenizer: Any) -> dict[str, Any]:
         "chat_template": getattr(tokenizer, "chat_template", None),
         "special tokens": str(sorted(getattr(tokenizer, "special_tokens_map", {}).items())),
     }
+
+
+def require_options(
+    fail: Any, max_staleness: Any, probe_every: Any, probes: Sequence[Sequence[int]] | None, compute: Any
+) -> None:
+    """Check options of `Watch`.
+
+    Raises:
+        UnknownArgumentError: An option has a wrong type or value.
+    """
+    if not isinstance(fail, bool):
+        raise UnknownArgumentError(f"fail={shown(fail)}: expected True or False")
+    if not is_number(max_staleness, 0, math.inf):
+        raise UnknownArgumentError(f"max_staleness={shown(max_staleness)}: expected a number of syncs, at least 0")
+    if not is_integer(probe_every):
+        raise UnknownArgumentError(f"probe_every={shown(probe_every)}: expected a whole number, at least 0")
+    if compute is not None and not (isinstance(compute, torch.dtype) and compute.is_floating_point):
+        raise UnknownArgumentError(f"compute={shown(compute)}: expected a floating-point torch.dtype, or None")
+    if probes and (lengths := {len(row) for row in probes}) and (len(lengths) > 1 or min(lengths) < 2):
+        raise UnknownArgumentError(f"probes have {sorted(lengths)} tokens: expected one length of at least 2")

@@ -77,6 +77,33 @@ def test_fsdp_options_require_fsdp_dimension() -> None:
         assert plan_for(llama(), ranks, ParallelPlan(reduce_dtype=torch.float32)).reduce_dtype == torch.float32
 
 
+def test_invalid_options_of_plan_raise() -> None:
+    options: dict[str, Any] = {
+        "tensor": "auto",
+        "expert": ["colwise"],
+        "units": "LlamaDecoderLayer",
+        "param_dtype": "bfloat16",
+        "reduce_dtype": torch.int32,
+        "reshard_after_forward": "yes",
+        "offload": "no",
+        "schedule": None,
+        "stages_per_rank": "2",
+    }
+    details = problems(llama(), {"fsdp": 2}, ParallelPlan(**options))
+    assert details.keys() == options.keys()
+    assert details["param_dtype"].startswith("is 'bfloat16', expected a floating-point torch.dtype")
+    assert details["offload"] == "is 'no', expected True or False"
+    also_uneven = problems(llama(intermediate_size=130), {"fsdp": 1, "tp": 4}, ParallelPlan(**options))
+    assert also_uneven.keys() > options.keys()
+
+
+def test_reshard_after_forward_to_fewer_ranks() -> None:
+    with _fake_mesh({"fsdp": 4}) as ranks:
+        assert plan_for(llama(), ranks, ParallelPlan(reshard_after_forward=2)).reshard_after_forward == 2
+    for value, mesh in ((3, {"fsdp": 4}), (0, {"fsdp": 4}), (2, {"pp": 2, "fsdp": 2})):
+        assert "reshard_after_forward" in problems(llama(), mesh, ParallelPlan(reshard_after_forward=value))
+
+
 def test_fsdp_with_0_dimensional_parameter_raises() -> None:
     model = llama()
     model.scale = torch.nn.Parameter(torch.ones((), device="meta"))

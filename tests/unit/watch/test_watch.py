@@ -213,7 +213,15 @@ def test_watch_continues_engine_version() -> None:
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [({"probe_every": -1}, "probe_every=-1"), ({"probes": [[20, 21], [20]]}, r"probes have \[1, 2\] tokens")],
+    [
+        ({"probe_every": -1}, "probe_every=-1"),
+        ({"probes": [[20, 21], [20]]}, r"probes have \[1, 2\] tokens"),
+        ({"fail": "no"}, "fail='no': expected True or False"),
+        ({"max_staleness": "2"}, "max_staleness='2': expected a number of syncs"),
+        ({"max_staleness": -1}, "max_staleness=-1: expected a number of syncs"),
+        ({"compute": "bf16"}, "compute='bf16': expected a floating-point torch.dtype"),
+        ({"compute": torch.int8}, "compute=torch.int8: expected a floating-point torch.dtype"),
+    ],
 )
 def test_wrong_options_raise(options: dict[str, object], message: str) -> None:
     with pytest.raises(UnknownArgumentError, match=message):
