@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import weakref
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,31 +30,33 @@ SAME_BATCH = ("ep", "tp")
 class ChecksForward(nn.Module):
     """Mixin for a sharded model that checks parameters, batches and random numbers of a forward.
 
+    The models inside that lead to the decoder also have it, because trainers with fused heads (TRL, Liger, verl) call
+    them directly. Forwards inside a checked forward are not checked again.
+
     Attributes:
-        sharding: Sharding state of the model (a `Sharding`; transformers evaluates annotations of model classes here).
+        checked_by: Sharding state of the model, or of the model around it (a `Sharding`; transformers evaluates
+            annotations of model classes here).
     """
 
-    sharding: Any
+    checked_by: Any
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Check, then run hooks and `forward`. Checks run before FSDP's hooks gather parameters."""
-        if torch.compiler.is_compiling() or self.sharding.is_checking:
+        if self.checked_by.is_checking:
             return super().__call__(*args, **kwargs)
-        with checked_forward(self, args, kwargs):
-            return super().__call__(*args, **kwargs)
+        return _checked(self, super().__call__, args, kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Check if `forward` is called directly, as PEFT does."""
-        if torch.compiler.is_compiling() or self.sharding.is_checking:
+        if self.checked_by.is_checking:
             return super().forward(*args, **kwargs)
-        with checked_forward(self, args, kwargs):
-            return super().forward(*args, **kwargs)
+        return _checked(self, super().forward, args, kwargs)
 
     def _prepare_generation_config(self, *args: Any, **kwargs: Any) -> Any:
         """Check random states once per `generate` that samples. Its forwards continue a cache, which has no check."""
         generation_config, others = super()._prepare_generation_config(*args, **kwargs)  # type: ignore[misc]
         if generation_config.do_sample:
-            require_same_batch(self.sharding.mesh, {}).require_same_states("sampling")
+            require_same_batch(self.checked_by.mesh, {}).require_same_states("sampling")
         return generation_config, others
 
 
@@ -69,10 +71,10 @@ def checked_forward(model: ChecksForward, args: Sequence[Any], kwargs: Mapping[s
         ShardingError: If trainable parameters were added after sharding, ranks that must process the same batch got
             different ones, or they drew different random numbers for activations that must be equal.
     """
-    sharding = model.sharding
+    sharding = model.checked_by
     draws: RandomDraws | None = None
     if torch.is_grad_enabled():
-        require_no_later_parameters(model)
+        require_no_later_parameters(model, sharding.mesh, sharding.slots)
     if sharding.stages is None and (torch.is_grad_enabled() or not _continues_cache(kwargs)):
         inputs = {f"argument {number}": value for number, value in enumerate(args)} | dict(kwargs)
         draws = require_same_batch(sharding.mesh, inputs)
@@ -84,6 +86,26 @@ def checked_forward(model: ChecksForward, args: Sequence[Any], kwargs: Mapping[s
         sharding.is_checking = False
     if draws is not None:
         draws.require_none_if_states_differ()
+
+
+def _checked(model: ChecksForward, call: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Run `call` with checks. They break the graph of a compiled model, because a graph cannot compare ranks."""
+    if torch.compiler.is_exporting():
+        return call(*args, **kwargs)
+    run = _run_outside_graph if torch.compiler.is_compiling() else _run
+    return run(model, call, args, kwargs)
+
+
+def _run(model: ChecksForward, call: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    with checked_forward(model, args, kwargs):
+        return call(*args, **kwargs)
+
+
+_run_outside_graph = torch.compiler.disable(
+    _run,
+    recursive=False,
+    reason="a sharded model compares batches between ranks before its forward. Leave out fullgraph=True",
+)
 
 
 def _continues_cache(kwargs: Mapping[str, Any]) -> bool:
@@ -107,9 +129,10 @@ class Slots:
         self._modules = {id(module): weakref.ref(module) for module in model.modules()}
         self._attributes = {id(module): frozenset(module._parameters) for module in model.modules()}
 
-    def is_of(self, model: nn.Module) -> bool:
-        """Return True for the model itself. A copy, such as one without wrappers, has other modules."""
-        return self._model() is model
+    def model_of(self, module: nn.Module) -> nn.Module | None:
+        """Return the model that `module` is in. None for a copy, such as one without wrappers: it has other modules."""
+        known = self._modules.get(id(module))
+        return self._model() or module if known is not None and known() is module else None
 
     def has(self, module: nn.Module, attribute: str) -> bool:
         """Return True if the model had this parameter when it was sharded."""
@@ -137,16 +160,22 @@ def later_parameters(model: nn.Module, mesh: DeviceMesh, slots: Slots) -> Iterat
                 yield f"{prefix}.{attribute}" if prefix else attribute
 
 
-def require_no_later_parameters(model: nn.Module) -> None:
+@torch.compiler.disable
+def require_no_later_parameters(module: nn.Module, mesh: DeviceMesh, slots: Slots) -> None:
     """Check that every trainable parameter was in the model when it was sharded. Copies of the model are not checked.
+
+    Args:
+        module: A sharded model, or a model inside it.
+        mesh: The mesh that it is sharded over.
+        slots: Parameters of the model when it was sharded.
 
     Raises:
         ShardingError: If some were added later. Lists all their names.
     """
-    sharding = cast(Any, model).sharding
-    if not sharding.slots.is_of(model):
+    model = slots.model_of(module)
+    if model is None:
         return
-    if names := list(later_parameters(model, sharding.mesh, sharding.slots)):
+    if names := list(later_parameters(model, mesh, slots)):
         detail = "was added after sharding: each rank would train its own values"
         raise ShardingError(
             f"{class_name(model)} has trainable parameters that are not sharded",
@@ -161,6 +190,7 @@ def require_no_later_parameters(model: nn.Module) -> None:
 # Batches and random numbers
 
 
+@torch.compiler.disable
 def require_same_batch(mesh: DeviceMesh, inputs: Mapping[str, Any]) -> RandomDraws:
     """Check that the ranks of each `ep` and each `tp` group have the same tensors. Every rank has to call this.
 
@@ -229,6 +259,7 @@ class RandomDraws:
             advice = "seed ranks that process the same batch alike: torch.manual_seed(seed + index of the rank in fsdp)"
             raise ShardingError(f"{purpose} needs the same random numbers on ranks of one batch", problems, [advice])
 
+    @torch.compiler.disable
     def require_none_if_states_differ(self) -> None:
         """Check that nothing was drawn for all ranks since the start if states differed. Does not communicate.
 

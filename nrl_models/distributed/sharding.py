@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
+from nrl_models.common.documents.packing import models_to_decoder
 from nrl_models.common.modules import class_name, names_in_state_dict
 from nrl_models.common.state_dict.adapter import StateDictAdapter
 from nrl_models.common.state_dict.buckets import BufferPool, pool_of
@@ -82,7 +83,9 @@ class Sharding:
         self.total_parameters = whole.num_parameters()
         cast(Any, model).sharding = self
         self.slots = Slots(model)
-        become(model, ChecksForward)
+        for part in (model, *models_to_decoder(model)):
+            cast(Any, part).checked_by = self
+            become(part, ChecksForward)
         model.register_load_state_dict_pre_hook(_fill_shards)
         model.register_state_dict_pre_hook(_require_no_later_parameters)
 
@@ -126,7 +129,7 @@ class Sharding:
         Raises:
             ShardingError: If trainable parameters were added, or any tensors were added, removed or resized.
         """
-        require_no_later_parameters(model)
+        require_no_later_parameters(model, self.mesh, self.slots)
         own = own_tensors(model)
         gone, added = self.names - own.keys(), own.keys() - self.names
         problems = [Problem(ProblemKind.MISSING, name, "is no longer in the model") for name in sorted(gone)]
@@ -230,7 +233,8 @@ def sharded_model(model: nn.Module) -> PreTrainedModel:
 
 
 def _require_no_later_parameters(model: nn.Module, prefix: str, keep_vars: bool) -> None:
-    require_no_later_parameters(model)
+    sharding = sharding_of(model)
+    require_no_later_parameters(model, sharding.mesh, sharding.slots)
 
 
 def _fill_shards(model: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:

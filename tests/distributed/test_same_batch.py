@@ -23,6 +23,22 @@ def test_different_batches_without_gradients_work_over_fsdp(two: World) -> None:
     assert two.run(partial(same_batch.batches_without_gradients, fsdp=2), "token_logprobs") == [()] * 2
 
 
+# Trainers with fused heads call the inner models.
+@pytest.mark.parametrize(
+    ("architecture", "call", "dimension"),
+    [
+        *(("MixtralForCausalLM", call, dimension) for call in same_batch.CALLS for dimension in ("ep", "tp")),
+        *(("Qwen2_5_VLForConditionalGeneration", call, "tp") for call in ("model.model", "decoder")),
+    ],
+)
+def test_different_batches_of_inner_and_compiled_models_raise(
+    two: World, architecture: str, call: str, dimension: str
+) -> None:
+    job = partial(same_batch.compares, architecture, call, **{dimension: 2})
+    assert two.run(job, True) == [((f"input_ids differs between the ranks of {dimension}",), 1)] * 2
+    assert two.run(job, False) == [((), 1)] * 2
+
+
 # A cache of keys and values, and one that also has recurrent states.
 @pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Qwen3NextForCausalLM"])
 def test_generate_compares_ranks_once(two: World, architecture: str) -> None:

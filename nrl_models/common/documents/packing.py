@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -27,6 +27,7 @@ from nrl_models.common.documents.current_documents import (
 )
 from nrl_models.common.documents.masks import attend_by_document
 from nrl_models.common.documents.media_positions import computes_media_positions, text_positions
+from nrl_models.common.modules import innermost
 from nrl_models.common.switches import is_off
 from nrl_models.common.upstream import cache_in
 
@@ -223,20 +224,22 @@ def inner_models_keep_documents_apart(model: PreTrainedModel) -> None:
     Args:
         model: The model. Its own forward is already wrapped.
     """
-    decoder = model.get_decoder()
-    for module in {id(module): module for module in (model.base_model, *_around(model, decoder))}.values():
-        if module is model or isinstance(module, KeepsDocumentsApart):
+    for module in models_to_decoder(model):
+        if isinstance(module, KeepsDocumentsApart):
             continue
         if _Signature.of(type(module).forward).takes("position_ids"):
             limit = getattr(model, "limits", {}).get("packed sequences")
             module.__class__ = _inner_model_class(type(module), limit)
 
 
-def _around(model: PreTrainedModel, decoder: Any) -> Iterator[PreTrainedModel]:
-    """Yield the models inside `model` that contain the decoder, and the decoder."""
+def models_to_decoder(model: PreTrainedModel) -> list[nn.Module]:
+    """Return the models inside `model` that trainers call directly: its base model, and those with the decoder."""
+    decoder = innermost(model.get_decoder())
+    models: list[nn.Module] = [innermost(model.base_model)]
     for module in model.modules():
         if isinstance(module, PreTrainedModel) and any(inner is decoder for inner in module.modules()):
-            yield module
+            models.append(module)
+    return [module for module in dict.fromkeys(models) if module is not model]
 
 
 @cached

@@ -113,6 +113,9 @@ def later_parameters_raise(folder: str, kind: str, **sizes: int) -> list[tuple[s
     uses: list[Callable[[], Any]] = [
         lambda: run(**batch, use_cache=False),
         lambda: model.forward(**batch, use_cache=False),
+        lambda: model.model(batch["input_ids"]),
+        lambda: model.base_model.forward(batch["input_ids"]),
+        lambda: torch.compile(model, backend="eager")(**batch, use_cache=False),
         lambda: save_checkpoint(folder, model),
         lambda: get_model_state_dict(run),
     ]

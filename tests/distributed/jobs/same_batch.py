@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from transformers import PreTrainedModel
 
 from jobs.setting import batches, case_of, full, mesh_of
 from nrl_models import token_logprobs
@@ -34,6 +36,46 @@ def batches_without_gradients(reads: str, **sizes: int) -> Outcome:
     except ShardingError as error:
         return _outcome(error)
     return ()
+
+
+CALLS: dict[str, Callable[[PreTrainedModel], Any]] = {
+    "model.model": lambda model: model.model,
+    "model.model.forward": lambda model: model.model.forward,
+    "base_model": lambda model: model.base_model,
+    "decoder": lambda model: model.get_decoder(),
+    "model": lambda model: model,
+    "compiled model": lambda model: torch.compile(model, backend="eager"),
+}
+"""Ways to run a model, or a model inside it."""
+
+
+def compares(architecture: str, call: str, differs: bool, **sizes: int) -> tuple[Outcome, int]:
+    """Run a forward with gradients in one of `CALLS`. Returns the error and the number of comparisons between ranks.
+
+    Args:
+        architecture: The model's class.
+        call: Key of `CALLS`.
+        differs: Whether each rank has another batch. If not, the result must be that of one process.
+        sizes: Size of each mesh dimension.
+    """
+    case = case_of(architecture)
+    unsharded = case.model().train()
+    model = parallelize(copy.deepcopy(unsharded), mesh_of(**sizes))
+    tokens = batches(case, 2)[dist.get_rank() if differs else 0]["input_ids"]
+    torch.compiler.reset()
+    run = CALLS[call](model)
+    original = forward_checks._states_differ_in
+    with mock.patch.object(forward_checks, "_states_differ_in", side_effect=original) as compared:
+        try:
+            output = run(input_ids=tokens, use_cache=False)[0]
+        except ShardingError as error:
+            return _outcome(error), compared.call_count
+    expected = CALLS[call.removeprefix("compiled ")](unsharded)(input_ids=tokens, use_cache=False)[0]
+    torch.compiler.reset()
+    if not differs:
+        torch.testing.assert_close(output, expected, atol=1e-5, rtol=1e-5)
+        output.square().sum().backward()
+    return (), compared.call_count
 
 
 def generates(architecture: str, seeds: tuple[int, int], **options: Any) -> tuple[Outcome, int]:
