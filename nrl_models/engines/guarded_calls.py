@@ -10,11 +10,14 @@ from typing import Any, Self
 from nrl_models.common.forward.random_states import random_states_kept
 from nrl_models.errors import EngineError, MixedWeightsError
 
-_RANDOM = ("start", "_generate", "_score", "_refit", "module_calls", "close")
+_RANDOM = ("start", "_generate", "_score", "_refit", "module_calls", "image_calls", "close")
 """Methods in which an engine may seed or draw random numbers."""
 
-_ANSWERS = ("_generate", "_score", "module_calls")
+_ANSWERS = ("_generate", "_score", "module_calls", "image_calls")
 """Methods that compute with the weights."""
+
+_LOCKED = ("note_weights", "unchanged_weights", "use_adapter")
+"""Methods that read weights, or change what `_ANSWERS` methods compute."""
 
 
 class GuardedCalls:
@@ -22,8 +25,8 @@ class GuardedCalls:
 
     - Methods in `_RANDOM` restore the caller's random states.
     - Methods in `_ANSWERS` raise `MixedWeightsError` during a refit and after a refit that failed halfway.
-    - Methods in `_ANSWERS` and `refit` share a lock, so calls from several threads run one after another. They raise
-      `EngineError` after `close`.
+    - Methods in `_ANSWERS` and `_LOCKED`, and `refit`, share a lock, so calls from several threads run one after
+      another. They raise `EngineError` after `close`.
 
     Attributes:
         name: Engine name in messages.
@@ -43,7 +46,8 @@ class GuardedCalls:
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        for name, wrap in [*dict.fromkeys(_ANSWERS, _answering).items(), ("close", _closing)]:
+        wrapped = dict.fromkeys(_ANSWERS, _answering) | dict.fromkeys(_LOCKED, _locked) | {"close": _closing}
+        for name, wrap in wrapped.items():
             if (method := cls.__dict__.get(name)) is not None:
                 setattr(cls, name, wrap(method))
         for name in _RANDOM:
@@ -73,18 +77,28 @@ class GuardedCalls:
         self.close()
 
 
+def _locked(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a method that needs an open engine, and must not run during another call."""
+
+    @wraps(method)
+    def call(self: GuardedCalls, *args: Any, **kwargs: Any) -> Any:
+        with self._lock:
+            self.require_open()
+            return method(self, *args, **kwargs)
+
+    return call
+
+
 def _answering(method: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap a method that computes with the weights."""
 
     @wraps(method)
     def answer(self: GuardedCalls, *args: Any, **kwargs: Any) -> Any:
-        with self._lock:
-            self.require_open()
-            if self._mixed:
-                raise MixedWeightsError(self._mixed)
-            return method(self, *args, **kwargs)
+        if self._mixed:
+            raise MixedWeightsError(self._mixed)
+        return method(self, *args, **kwargs)
 
-    return answer
+    return _locked(answer)
 
 
 def _closing(method: Callable[..., None]) -> Callable[..., None]:

@@ -168,12 +168,11 @@ class VLLMEngine(Engine):
                 it completely. Examples: the rank is larger than `max_lora_rank`, vLLM does not support LoRA on a
                 module, or the adapter's tensors and target modules do not match. The engine keeps its previous state.
         """
-        with self._lock:
-            self._adapters += 1
-            loaded = None if folder is None else load_adapter(self.llm, Path(folder), self._adapters)
-            before, self._adapter = self._adapter, loaded
-            if before is not None:
-                self.llm.llm_engine.remove_lora(before.lora_int_id)
+        self._adapters += 1
+        loaded = None if folder is None else load_adapter(self.llm, Path(folder), self._adapters)
+        before, self._adapter = self._adapter, loaded
+        if before is not None:
+            self.llm.llm_engine.remove_lora(before.lora_int_id)
 
     def _generate(
         self,

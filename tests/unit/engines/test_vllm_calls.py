@@ -1,0 +1,135 @@
+"""Calls of `VLLMEngine`: locks, closed engines and interrupts, with a stand-in for vLLM."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from nrl_models.engines.vllm import vllm_engine
+from nrl_models.engines.vllm.vllm_engine import VLLMEngine
+from nrl_models.engines.vllm.vllm_worker import ConsistencyWorker
+from nrl_models.errors import EngineError, MixedWeightsError
+
+LOGITS = torch.tensor([[0.0, 1.0, 3.0]])
+
+
+class Interruption(BaseException):
+    """An exception like those raised by a timeout or Ctrl-C."""
+
+
+class StandIn:
+    """A `vllm.LLM` with one worker.
+
+    Attributes:
+        interrupt: Called before and after each call of a worker, with the name of the method.
+        computed: The logits of the last step.
+    """
+
+    def __init__(self) -> None:
+        model = SimpleNamespace(
+            enforce_eager=True,
+            get_vocab_size=lambda: 3,
+            hf_config=None,
+            logprobs_mode="processed_logprobs",
+            dtype=torch.float32,
+            max_model_len=64,
+            using_transformers_backend=lambda: False,
+        )
+        config = SimpleNamespace(
+            model_config=model,
+            lora_config=None,
+            cache_config=SimpleNamespace(enable_prefix_caching=False),
+            scheduler_config=SimpleNamespace(max_num_batched_tokens=64),
+        )
+        self.llm_engine = SimpleNamespace(
+            vllm_config=config, engine_core=SimpleNamespace(shutdown=lambda: None), remove_lora=lambda _: None
+        )
+        self.worker = ConsistencyWorker()
+        weights = torch.nn.Linear(2, 2)
+        weights.compute_logits = lambda: LOGITS  # type: ignore[assignment]
+        self.worker.model_runner = SimpleNamespace(get_model=lambda: weights)
+        self.computed: torch.Tensor | None = None
+        self.interrupt: Callable[[str], None] = lambda _: None
+
+    def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:
+        self.interrupt(method)
+        result = getattr(self.worker, method)(*args)
+        self.interrupt(method)
+        return [result]
+
+    def generate(self, *_: Any, **__: Any) -> list[Any]:
+        self.computed = self.worker.nrl_model().compute_logits()
+        return []
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch) -> VLLMEngine:
+    monkeypatch.setattr(vllm_engine, "import_vllm", lambda: SimpleNamespace(SamplingParams=dict))
+    monkeypatch.setattr(vllm_engine, "free_vllm", lambda _: None)
+    monkeypatch.setattr(vllm_engine, "takes_raw_images", lambda _: True)
+    monkeypatch.setattr(vllm_engine, "with_images", lambda prompts, _: prompts)
+    for name in ("samples_from", "scores_from"):
+        monkeypatch.setattr(vllm_engine, name, lambda *_, **__: [])
+    return VLLMEngine(StandIn())
+
+
+CALLS: dict[str, Callable[[VLLMEngine], Any]] = {
+    "image_calls": lambda engine: engine.image_calls([1], []),
+    "note_weights": VLLMEngine.note_weights,
+    "unchanged_weights": VLLMEngine.unchanged_weights,
+    "use_adapter": lambda engine: engine.use_adapter(Path("adapter")),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_call_after_close_raises_engine_error(engine: VLLMEngine, name: str) -> None:
+    engine.close()
+    with pytest.raises(EngineError, match="vllm is closed: start another engine"):
+        CALLS[name](engine)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_call_waits_for_refit_in_another_thread(engine: VLLMEngine, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    started, may_end, order = threading.Event(), threading.Event(), []
+    monkeypatch.setattr(engine.llm, "reset_mm_cache", lambda: order.append("call"), raising=False)
+    monkeypatch.setattr(engine.llm, "collective_rpc", lambda *_, **__: order.append("call") or [[]])
+
+    def refit(*_: Any) -> dict[str, Any]:
+        started.set()
+        may_end.wait(10)
+        order.append("refit")
+        return {"digests": {}, "unwritten": [], "stale_buffers": []}
+
+    def call() -> None:
+        try:
+            CALLS[name](engine)
+        except Exception:  # the stand-in has no images and adapters
+            order.append("error")
+        order.append("call")
+
+    monkeypatch.setattr(engine, "_refit", refit)
+    threads = [threading.Thread(target=lambda: engine.refit([])), threading.Thread(target=call)]
+    threads[0].start()
+    started.wait(10)
+    threads[1].start()
+    threads[1].join(0.2)
+    may_end.set()
+    for thread in threads:
+        thread.join(10)
+    assert order[0] == "refit"
+    assert order[-1] == "call"
+
+
+def test_image_calls_after_failed_refit_raise(engine: VLLMEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = {"digests": {}, "unwritten": ["bias"], "stale_buffers": []}
+    monkeypatch.setattr(engine, "_refit", lambda *_: found)
+    with pytest.raises(MixedWeightsError):
+        engine.refit([])
+    with pytest.raises(MixedWeightsError, match="left 1 tensors unwritten: bias"):
+        engine.image_calls([1], [])
