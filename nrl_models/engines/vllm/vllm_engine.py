@@ -8,7 +8,7 @@ be recorded.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import nullcontext, suppress
 from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
@@ -53,11 +53,11 @@ class VLLMEngine(Engine):
 
     name = "vllm"
     sampled_per_score = 1
+    _processing: dict[str, Any] | None = None
 
     def __init__(self, llm: Any, path: str | Path = "") -> None:
         self.llm, self.path = llm, str(path)
-        config = llm.llm_engine.vllm_config
-        self.config = config
+        self.config = config = llm.llm_engine.vllm_config
         self._adapter: Any = None
         self._adapters = 0
         self._in_process = not type(llm.llm_engine.engine_core).__name__.startswith(("Sync", "MP", "Async"))
@@ -224,17 +224,14 @@ class VLLMEngine(Engine):
         if not self.capabilities().score:
             raise EngineError(
                 "this vLLM was started with enable_lora=True, with which vLLM cannot score existing tokens: refit an "
-                "engine without it with merged weights (nrl_models.export_adapter(model)), or score "
-                "with hf-generate"
+                "engine without it with merged weights (nrl_models.export_adapter(model)), or score with hf-generate"
             )
         request = self._parameters(temperature=0.0, max_tokens=1, prompt_logprobs=0)
-        if not sampling.is_identity:
-            self._call("nrl_process_logits", asdict(sampling))
+        processing = None if sampling.is_identity else asdict(sampling)
         try:
-            outputs = self._run(sequences, [request] * len(sequences), images)
+            outputs = self._run(sequences, [request] * len(sequences), images, processing)
         finally:
-            if not sampling.is_identity:
-                self._call("nrl_process_logits", None)
+            self._process_logits(None)
         return scores_from(outputs, sequences, has_images=images is not None)
 
     def _refit(self, sent: Iterator[list[NamedTensor]], digests: bool) -> dict[str, Any]:
@@ -322,24 +319,28 @@ class VLLMEngine(Engine):
     def _parameters(self, **options: Any) -> Any:
         return import_vllm().SamplingParams(detokenize=False, **options)
 
+    def _process_logits(self, processing: dict[str, Any] | None) -> None:
+        """Set how the workers process logits. Does nothing if the last call for this was complete and the same."""
+        if processing != self._processing:
+            self._processing = {}  # unknown, if this is interrupted
+            self._call("nrl_process_logits", processing)
+            self._processing = processing
+
     def _run(
-        self, prompts: Sequence[Tokens], requests: Sequence[Any], images: Sequence[Sequence[Any]] | None = None
+        self, prompts: Sequence[Tokens], requests: Sequence[Any], images: Any = None, processing: Any = None
     ) -> list[Any]:
+        self._process_logits(processing)
         try:
-            with self._eagerly():
+            # vLLM compiles a helper of its sampler, which takes longer than a small check.
+            eager = self._in_process and self.config.model_config.enforce_eager
+            with torch.compiler.set_stance("force_eager") if eager else nullcontext():
                 inputs = with_images(prompts, images)
                 return self.llm.generate(inputs, list(requests), use_tqdm=False, lora_request=self._adapter)
         except BaseException as error:
             discard_requests(self.llm, in_process=self._in_process)
             if not isinstance(error, Exception):  # Ctrl-C
                 raise
-            # any error of vLLM, including the death of its engine
-            raise EngineError(f"vLLM failed: {one_line(error)}") from error
-
-    def _eagerly(self) -> AbstractContextManager[Any]:
-        """Keep vLLM from compiling a helper of its sampler in eager mode, which takes longer than a small check."""
-        eager = self._in_process and self.config.model_config.enforce_eager
-        return torch.compiler.set_stance("force_eager") if eager else nullcontext()
+            raise EngineError(f"vLLM failed: {one_line(error)}") from error  # including the death of its engine
 
     def _call(self, method: str, *args: Any) -> Any:
         """Call a method of every worker. Returns the first worker's result."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,12 +16,18 @@ from nrl_models.engines.vllm import vllm_engine
 from nrl_models.engines.vllm.vllm_engine import VLLMEngine
 from nrl_models.engines.vllm.vllm_worker import ConsistencyWorker
 from nrl_models.errors import EngineError, MixedWeightsError
+from nrl_models.logprobs import Sampling
 
 LOGITS = torch.tensor([[0.0, 1.0, 3.0]])
 
 
 class Interruption(BaseException):
     """An exception like those raised by a timeout or Ctrl-C."""
+
+
+class Model(torch.nn.Module):
+    def compute_logits(self) -> torch.Tensor:
+        return LOGITS
 
 
 class StandIn:
@@ -32,7 +39,7 @@ class StandIn:
     """
 
     def __init__(self) -> None:
-        model = SimpleNamespace(
+        model_config = SimpleNamespace(
             enforce_eager=True,
             get_vocab_size=lambda: 3,
             hf_config=None,
@@ -42,7 +49,7 @@ class StandIn:
             using_transformers_backend=lambda: False,
         )
         config = SimpleNamespace(
-            model_config=model,
+            model_config=model_config,
             lora_config=None,
             cache_config=SimpleNamespace(enable_prefix_caching=False),
             scheduler_config=SimpleNamespace(max_num_batched_tokens=64),
@@ -51,9 +58,8 @@ class StandIn:
             vllm_config=config, engine_core=SimpleNamespace(shutdown=lambda: None), remove_lora=lambda _: None
         )
         self.worker = ConsistencyWorker()
-        weights = torch.nn.Linear(2, 2)
-        weights.compute_logits = lambda: LOGITS  # type: ignore[assignment]
-        self.worker.model_runner = SimpleNamespace(get_model=lambda: weights)
+        model = Model()
+        self.worker.model_runner = SimpleNamespace(get_model=lambda: model)
         self.computed: torch.Tensor | None = None
         self.interrupt: Callable[[str], None] = lambda _: None
 
@@ -133,3 +139,27 @@ def test_image_calls_after_failed_refit_raise(engine: VLLMEngine, monkeypatch: p
         engine.refit([])
     with pytest.raises(MixedWeightsError, match="left 1 tensors unwritten: bias"):
         engine.image_calls([1], [])
+
+
+@pytest.mark.parametrize("number", range(5))
+def test_generate_after_interrupted_score_uses_unprocessed_logits(engine: VLLMEngine, number: int) -> None:
+    """Interrupts come before or after the workers change how they process logits, or not at all."""
+    llm, calls = engine.llm, []
+
+    def interrupt(method: str) -> None:
+        calls.append(method)
+        if len(calls) == number + 1:
+            raise Interruption
+
+    llm.interrupt = interrupt
+    with nullcontext() if number == 4 else pytest.raises(Interruption):
+        engine.score([[0, 1]], Sampling(temperature=0.5))
+    if number in (2, 3, 4):
+        assert torch.equal(llm.computed, LOGITS / 0.5)
+    llm.interrupt = lambda _: None
+    engine._generate([[0]], Sampling(), max_new_tokens=1, seed=0, ignore_end=True)
+    assert torch.equal(llm.computed, LOGITS)
+    engine.score([[0, 1]], Sampling())
+    assert torch.equal(llm.computed, LOGITS)
+    engine.score([[0, 1]], Sampling(temperature=0.5))
+    assert torch.equal(llm.computed, LOGITS / 0.5)
