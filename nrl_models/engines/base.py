@@ -269,7 +269,10 @@ class Engine(GuardedCalls):
         return self._changed
 
     def note_weights(self) -> bool:
-        """Record the engine's current weights for `unchanged_weights`. Return False if some cannot be read."""
+        """Record the engine's current weights for `unchanged_weights`.
+
+        Returns False if that may miss an unchanged weight or part of a fused weight, because it cannot be read.
+        """
         return False
 
     def unchanged_weights(self) -> list[str]:

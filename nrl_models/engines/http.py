@@ -302,12 +302,15 @@ class HTTPEngine(Engine):
         return self._sender.in_doubt or not self._settled
 
     def note_weights(self) -> bool:
-        """Record checksums, see `Engine.note_weights`. A server has one checksum per complete tensor."""
+        """Record checksums, see `Engine.note_weights`.
+
+        Returns False: a server has one checksum per tensor, and fused tensors change if only one of their parts does.
+        """
         try:
             self._held = self._client.checksums()
         except EngineError:  # a server without this route
             self._held = {}
-        return bool(self._held) and EMPTY not in self._held.values()
+        return False
 
     def unchanged_weights(self) -> list[str]:
         """Return the names of unchanged weights, see `Engine.unchanged_weights`."""

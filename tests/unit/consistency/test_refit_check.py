@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -19,7 +20,9 @@ from nrl_models.consistency.consistency_report import CellResult
 from nrl_models.consistency.measure import Meter
 from nrl_models.consistency.prompts import Prompts
 from nrl_models.consistency.refit import RefitChecker, check_refit
+from nrl_models.engines.digests import tensor_digest
 from nrl_models.engines.hf import HFEngine
+from nrl_models.engines.http import HTTPEngine
 from nrl_models.engines.scores import final_scores
 from nrl_models.errors import EngineError
 from nrl_models.testing.case import FamilyCase
@@ -112,6 +115,16 @@ def test_infinite_clipping_bounds_become_finite(readable: bool, tmp_path: Path) 
     assert all(tensor.isfinite().all() for tensor in trained.values())
     assert all(trained[name].abs() > 1e4 for name in bounds)  # large enough to disable clipping
     assert check.refit("second").passed
+
+
+def test_checksums_of_server_are_incomplete_evidence() -> None:
+    """The checksum of a fused tensor changes if only one of its parts does."""
+    checksums = {"tp_rank_0:norm.weight": "1", "tp_rank_0:qkv_proj.bias": tensor_digest(torch.tensor([1.0, 2.0, 3.0]))}
+    engine = HTTPEngine.__new__(HTTPEngine)
+    engine._client = cast(Any, SimpleNamespace(checksums=lambda: dict(checksums)))
+    assert not engine.note_weights()  # so the check measures which stale tensors it would detect
+    checksums["tp_rank_0:qkv_proj.bias"] = tensor_digest(torch.tensor([9.0, 2.0, 9.0]))  # k_proj.bias is stale
+    assert engine.unchanged_weights() == ["norm.weight"]
 
 
 def test_unchanged_weights_of_readable_engine(checkpoint: Path) -> None:
