@@ -219,11 +219,7 @@ class KeepsDocumentsApart(WrapsReplacedForward):
 
 
 def inner_models_keep_documents_apart(model: PreTrainedModel) -> None:
-    """Wrap the forwards of the models inside a model that lead to its decoder, in place.
-
-    Args:
-        model: The model. Its own forward is already wrapped.
-    """
+    """Wrap the forwards of the models inside `model` that lead to its decoder, in place. Its own is already wrapped."""
     for module in models_to_decoder(model):
         if isinstance(module, KeepsDocumentsApart):
             continue
