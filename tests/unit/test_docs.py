@@ -118,15 +118,17 @@ def test_readme_figures_match_generated_pages() -> None:
     assert (
         f"{vllm.compared + vllm.not_run} of the {vllm.shared} architectures and variants that vLLM also supports were "
         f"tried on a CPU. {vllm.compared} ran: {vllm.agreeing} agree after each of two refits, "
-        f"{vllm.compared - vllm.agreeing} disagree or cannot be refitted. {vllm.not_run} did not run."
+        f"{vllm.undecided} are not decided (errors above 1.05), {vllm.disagreeing} disagree or cannot be "
+        f"refitted. {vllm.not_run} did not run."
     ) in text
     assert (
         f"[With images](docs/engine-coverage.md#vllm-with-images), {images.compared + images.not_run} were tried and "
-        f"{images.compared} ran: {images.agreeing} agree, {images.compared - images.agreeing} disagree."
+        f"{images.compared} ran: {images.agreeing} agree, {images.undecided} are not decided, "
+        f"{images.disagreeing} disagree."
     ) in text
     assert (
         f"{mlx.compared + mlx.not_run} of the {mlx.shared} architectures and variants that MLX-LM also supports were "
-        f"tried. {mlx.compared} ran: {mlx.agreeing} agree, {mlx.compared - mlx.agreeing} disagree."
+        f"tried. {mlx.compared} ran: {mlx.agreeing} agree, {mlx.disagreeing} disagree."
     ) in text
 
 
@@ -161,10 +163,16 @@ class Counts(NamedTuple):
     """Numbers of architectures by outcome, in a section of the engine coverage page."""
 
     agreeing: int
+    undecided: int
     compared: int
     not_run: int
     shared: int
     """Architectures and variants that registry and engine share, tested or not."""
+
+    @property
+    def disagreeing(self) -> int:
+        """Number that ran and neither agrees nor is undecided."""
+        return self.compared - self.agreeing - self.undecided
 
 
 def counts(section: str) -> Counts:
@@ -174,7 +182,8 @@ def counts(section: str) -> Counts:
     match = re.search(r"(\d+) architectures and variants", section)
     agreeing = outcomes[0][0] if outcomes else 0
     compared = sum(count for count, _ in outcomes) - not_run
-    return Counts(agreeing, compared, not_run, int(match[1]) if match else 0)
+    undecided = sum(count for count, words in outcomes if words.startswith("not decided"))
+    return Counts(agreeing, undecided, compared, not_run, int(match[1]) if match else 0)
 
 
 def test_from_nemo_snippets_run(here: Path) -> None:

@@ -19,7 +19,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto
 
-from nrl_models.common.modules import class_name, is_base_model
+from nrl_models.common.modules import is_base_model
 from nrl_models.common.process_state import BUILDING
 from nrl_models.common.state_dict.adapter import StateDictAdapter
 from nrl_models.common.state_dict.layouts import base_prefix, renamed_keys
@@ -49,10 +49,9 @@ def head_keys(
     """Return the keys of heads that `model` does not have.
 
     A key belongs to a head if a class with a head has it outside its base model. Some of these keys can only be found
-    through the class, such as `language_model.lm_head.weight`. A module that the base model does not have is also a
-    head, unless it has a stack of layers: TRL's `v_head`, or BERT's `cls.*`. This does not hold for checkpoints of
-    `model` itself, whose configuration names its class and whose names lack the base model's prefix. Modules that the
-    base model's class has by default, but `model` does not have, also count as heads: BERT's pooler in a token
+    through the class, such as `language_model.lm_head.weight`. If the checkpoint's names have the base model's prefix,
+    a module outside the prefix is also a head, unless it has a stack of layers: TRL's `v_head`, or BERT's `cls.*`. The
+    same holds for a module that the base model's class has by default, but not in `model`: BERT's pooler in a token
     classifier.
 
     Args:
@@ -61,8 +60,7 @@ def head_keys(
         unknown: The keys without a tensor in `model`.
         key_mapping: Renamings that are applied before those of transformers.
     """
-    is_own = class_name(model) in (model.config.architectures or ()) and not _has_prefix(model, renamed, unknown)
-    found = set() if is_own else _other_modules(model, renamed, unknown)
+    found = _outside_prefix(model, renamed, unknown)
     for head_class in _head_classes(model):
         if found >= set(unknown):
             break
@@ -120,33 +118,22 @@ def modules_of(model: PreTrainedModel, keys: Iterable[str]) -> list[str]:
     )
 
 
-def _has_prefix(model: PreTrainedModel, renamed: Mapping[str, str], unknown: Collection[str]) -> bool:
-    """Return True if the names of the base model's tensors have its prefix, as in checkpoints of models with a head."""
-    prefix, body, others = base_prefix(model), _base_modules(model), set(unknown)
+def _outside_prefix(model: PreTrainedModel, renamed: Mapping[str, str], unknown: Collection[str]) -> set[str]:
+    """Find unknown keys of modules outside the base model, if the checkpoint's names have the base model's prefix."""
+    prefix, base = base_prefix(model), model.base_model
+    body = {name.partition(".")[0] for name in base.state_dict()} | {name for name, _ in base.named_children()}
+    others = set(unknown)
     inside = (name for key, name in renamed.items() if key not in others)
-    tops = (name[len(prefix) :].partition(".")[0] for name in inside if name.startswith(prefix))
-    return bool(prefix) and any(top in body for top in tops)
-
-
-def _base_modules(model: PreTrainedModel) -> set[str]:
-    """Return the names of the outermost modules and tensors of the base model."""
-    base = model.base_model
-    return {name.partition(".")[0] for name in base.state_dict()} | {name for name, _ in base.named_children()}
-
-
-def _other_modules(model: PreTrainedModel, renamed: Mapping[str, str], unknown: Collection[str]) -> set[str]:
-    """Find unknown keys of modules outside the base model that have no stack of layers."""
-    prefix, body = base_prefix(model), _base_modules(model)
+    if not prefix or not any(name.startswith(prefix) and name[len(prefix) :].split(".")[0] in body for name in inside):
+        return set()
     groups: dict[str, list[str]] = defaultdict(list)
     for key in unknown:
-        names = (key, renamed[key])
-        is_inside = bool(prefix) and any(name.startswith(prefix) for name in names)
-        if not is_inside and not any(name.partition(".")[0] in body for name in names):
+        if not key.startswith(prefix) and not renamed[key].startswith(prefix):
             groups[key.partition(".")[0]].append(key)
     return {
         key
         for module, keys in groups.items()
-        if module not in keys and not any(map(_is_in_layers, keys))
+        if module not in body and module not in keys and not any(map(_is_in_layers, keys))
         for key in keys
     }
 
