@@ -143,15 +143,16 @@ def _documents_of(model: Any, inputs: dict[str, Any]) -> Documents | None:
     """Return the documents of a packed batch; None if every row has one. Sets positions from boundaries in `inputs`.
 
     Raises:
-        ValueError: If the model cannot keep documents apart, the row continues a cache, or mask, positions and
-            boundaries contradict each other.
+        ValueError: If the model cannot keep documents apart, the row has a cache, or arguments contradict each other.
     """
     mask, cache = inputs.get("attention_mask"), cache_in(inputs)
     if inputs.get("cu_seq_lens_q") is not None:
         inputs["position_ids"] = checked_positions(inputs, mask)
-    planes: Any = inputs.get("position_ids")
+    planes = inputs.get("position_ids")
+    if not isinstance(planes, torch.Tensor) or planes.shape[-1:] == (1,):  # a step of decoding
+        return None
     positions = text_positions(model, planes)
-    if positions is None or not _is_2d(positions) or positions.shape[1] == 1:
+    if positions is None or not _is_2d(positions):
         return None
     if mask is None:
         mask = torch.ones_like(positions)
