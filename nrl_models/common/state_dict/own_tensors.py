@@ -294,7 +294,11 @@ def extra_modules(model: PreTrainedModel) -> list[str]:
     base, head = model.base_model, model.get_output_embeddings()
     if base is model or head is None:
         return []
-    others = [name for name, part in model.named_children() if part is not base and part is not head]
+    others = [
+        name
+        for name, part in model.named_children()
+        if part is not base and part.state_dict() and all(module is not head for module in part.modules())
+    ]
     built = as_built(model) if others else model
     return [name for name in others if not hasattr(built, name)]
 
