@@ -94,7 +94,7 @@ def _problems_of(quirk: Quirk) -> Iterable[str]:
         try:
             Requirement(release or "transformers")
         except ValueError as error:
-            yield f"is {what} in {release!r}, which is no requirement: {error}"
+            yield f"is {what} in {release!r}, which is not a requirement: {error}"
     if not quirk.where or set(quirk.where) - set(PLACES):
         yield f"acts at {', '.join(quirk.where) or 'no place'}: expected some of {', '.join(PLACES)}"
     for field in ("symptom", "handling", "switch"):

@@ -36,8 +36,7 @@ def new(
     A family is the package with nrl_models' classes for an architecture. The command lists what you have to decide. By
     default, it writes the package, its coverage page and the list of its configuration keys into this checkout of
     nrl_models. The generated tests need pytest: install the extra `test`. Exit status: 0 all tests passed, 1 a test
-    failed, 2 could not run. It is also 2 if the model has no projections to fuse:
-    a family would add nothing.
+    failed, 2 could not run. It is also 2 if the model has no projections to fuse: a family would add nothing.
     """
     from rich.table import Table
 

@@ -186,9 +186,8 @@ def _is_rules(value: Any) -> bool:
 
 
 def _is_names(value: Any) -> bool:
-    if value is None or isinstance(value, str):
-        return value is None
-    return isinstance(value, Collection) and all(isinstance(name, str) for name in value)
+    is_several = isinstance(value, Collection) and not isinstance(value, str)
+    return value is None or (is_several and all(isinstance(name, str) for name in value))
 
 
 def _is_floating_point(value: Any) -> bool:
@@ -197,8 +196,9 @@ def _is_floating_point(value: Any) -> bool:
 
 def _is_reshard(value: Any, mesh: DeviceMesh) -> bool:
     """Return True for a value that torch's `fully_shard` accepts: also a number of ranks that divides `fsdp`."""
-    is_factor = isinstance(value, int) and value >= 1 and size_of(mesh, "fsdp") % value == 0 and not has_stages(mesh)
-    return isinstance(value, bool) or is_factor
+    if isinstance(value, bool):
+        return True
+    return is_integer(value, 1) and size_of(mesh, "fsdp") % value == 0 and not has_stages(mesh)
 
 
 def _unknown_styles(plan: ParallelPlan) -> list[Problem]:

@@ -330,7 +330,8 @@ def require_readable(folder: Path) -> dict[str, Identity | None]:
         CheckpointError: See `CheckpointFiles` and `require_links_inside`.
     """
     require_links_inside(folder)
-    (files := CheckpointFiles(folder)).close()
+    files = CheckpointFiles(folder)
+    files.close()
     return files.seen
 
 
@@ -342,9 +343,6 @@ def _close(handles: dict[str, BinaryIO]) -> None:
 
 def _advice(problems: list[Problem]) -> list[str]:
     disagree = "do not trust this directory: its index and its files disagree; save or download it again"
-    advice = {
-        ProblemKind.FILE: SAVE_AGAIN,
-        ProblemKind.INDEX: disagree,
-        ProblemKind.DUPLICATED: disagree,
-    }
-    return list(dict.fromkeys(text for kind, text in advice.items() if kind in {each.kind for each in problems}))
+    advice = {ProblemKind.FILE: SAVE_AGAIN, ProblemKind.INDEX: disagree, ProblemKind.DUPLICATED: disagree}
+    kinds = {problem.kind for problem in problems}
+    return list(dict.fromkeys(text for kind, text in advice.items() if kind in kinds))
