@@ -97,9 +97,9 @@ def refit_check(
     threshold: Annotated[
         float,
         number(
-            "Largest allowed bound. After each of two refits, token_mult_prob_error, the mean factor between the "
-            "probabilities that trainer and engine give to a token, is compared with a bound. The first bound "
-            "depends on the dtype, and the second on the error after the first refit.",
+            "Upper limit for both bounds. After each of two refits, token_mult_prob_error must be at most a bound. "
+            "The first bound depends on the dtype, the second on the error after the first refit. The metric is the "
+            "mean factor between the probabilities that trainer and engine give to a token.",
             panel=BOUNDS,
         ),
     ] = 1.05,
