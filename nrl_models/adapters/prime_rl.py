@@ -121,8 +121,10 @@ def _without_prime_keywords(module: Any, args: Any, keywords: dict[str, Any]) ->
     """Drop keywords that prime-rl passes for document boundaries, because `position_ids` also have them.
 
     Raises:
-        UnknownArgumentError: If routing should be replayed. Use `nrl_models.replay_routing` instead.
+        UnknownArgumentError: Replayed routing is passed. Use `replay_routing` in `nrl_models.common.forward.routing`.
     """
     if keywords.pop("routed_experts", None) is not None:
-        raise UnknownArgumentError("routed_experts: expected none; wrap the forward in nrl_models.replay_routing")
+        raise UnknownArgumentError(
+            "routed_experts: expected none; wrap the forward in nrl_models.common.forward.routing.replay_routing"
+        )
     return args, {name: value for name, value in keywords.items() if not name.startswith("seq_lens")}

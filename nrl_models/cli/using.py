@@ -53,7 +53,7 @@ def demo(
     verbose: Verbose = False,
     json_file: JsonFile = None,
 ) -> None:
-    """Train a small Llama with transformers, load it with nrl_models, compare the models of both libraries, and save it again.
+    """Train a small Llama with transformers, load it with nrl_models, compare it with transformers, and save it again.
 
     Then run nrl-models certify on the model with --engine hf-generate, unless you pass --real or --break. Exit status:
     0 if all checks passed and the certificate, if any, says 'ready', otherwise 1.

@@ -1,8 +1,10 @@
-"""Run the examples in docstrings of the public API."""
+"""Run the examples in docstrings of the public API, and check the names in docstrings and messages."""
 
 from __future__ import annotations
 
+import ast
 import doctest
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ import torch.distributed as dist
 import nrl_models
 from nrl_models.distributed import load_checkpoint, save_checkpoint
 from nrl_models.watch import Watch
+from tests.unit.docs_pages import ROOT, resolves
 
 EXPLAINED: tuple[Callable[..., Any], ...] = (
     nrl_models.AutoModelForCausalLM.from_pretrained,
@@ -53,3 +56,19 @@ def test_docstring_example_runs(
     output: list[str] = []
     doctest.DocTestRunner(optionflags=doctest.ELLIPSIS).run(example, out=output.append)
     assert not output, "".join(output)
+
+
+OTHER_NAMES = frozenset({"nrl_models.configs", "nrl_models.families", "nrl_models.one_name_is_enough"})
+"""Groups of entry points and keys of metadata, which are not modules or attributes."""
+
+
+def test_names_in_docstrings_and_messages_resolve() -> None:
+    names = {
+        name
+        for file in (ROOT / "nrl_models").rglob("*.py")
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+        for name in re.findall(r"(?<![\w./\"-])nrl_models(?:\.\w+)+", node.value)
+    }
+    assert len(names) > len(OTHER_NAMES)
+    assert {name for name in names if not resolves(name)} <= OTHER_NAMES
