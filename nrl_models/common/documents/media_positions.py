@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -32,10 +33,16 @@ def computes_media_positions(model: nn.Module, inputs: Mapping[str, Any]) -> boo
     return False
 
 
+_planes: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
+"""Results of `rotary_planes`, which each forward needs."""
+
+
 def rotary_planes(model: nn.Module) -> int:
     """Return the number of planes of a model's rotary positions (M-RoPE). 0 if it has plain positions."""
-    sections = (getattr(module, "mrope_section", None) for module in model.modules())
-    return next((len(section) for section in sections if section is not None), 0)
+    if model not in _planes:
+        sections = (getattr(module, "mrope_section", None) for module in model.modules())
+        _planes[model] = next((len(section) for section in sections if section is not None), 0)
+    return _planes[model]
 
 
 def text_positions(model: nn.Module, position_ids: torch.Tensor | None) -> torch.Tensor | None:
