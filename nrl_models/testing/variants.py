@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import torch
+
 from nrl_models import registry
 from nrl_models.errors import UnknownArchitectureError
+from nrl_models.testing.case import FamilyCase
 
 SEPARATOR = "#"
 
@@ -33,6 +36,18 @@ def split_variant(name: str) -> tuple[str, Mapping[str, Any]]:
         known = ", ".join(variants) or "none"
         raise UnknownArchitectureError(f"{architecture} declares no variant {variant!r}; it declares {known}")
     return architecture, variants[variant]
+
+
+def case_of(name: str, device: torch.device | None = None) -> FamilyCase:
+    """Return the case of a registered architecture or of its variant.
+
+    Args:
+        name: The architecture, or one of its variants.
+        device: See `FamilyCase`.
+    """
+    architecture, values = split_variant(name)
+    model_class: Any = registry.model_class(architecture)
+    return FamilyCase(model_class, tiny=values) if device is None else FamilyCase(model_class, device, values)
 
 
 def _names_of(architecture: str) -> list[str]:

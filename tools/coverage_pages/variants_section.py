@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
-from nrl_models import registry
 from nrl_models.onboarding.inspect import ModelKind, kinds_of
-from nrl_models.testing.case import FamilyCase
-from nrl_models.testing.variants import SEPARATOR, split_variant, with_variants
+from nrl_models.testing.variants import SEPARATOR, case_of, with_variants
 from tools.coverage_pages import sharding_outcomes
 from tools.coverage_pages.overview import Row, table
 from tools.coverage_pages.results import Records, grouped
@@ -19,8 +16,7 @@ def variants_of(architectures: Iterable[str]) -> dict[str, list[ModelKind]]:
     found = {}
     for name in architectures:
         for variant in with_variants([name])[1:]:
-            model_class: Any = registry.model_class(name)
-            found[variant] = kinds_of(FamilyCase(model_class, tiny=split_variant(variant)[1]).config)
+            found[variant] = kinds_of(case_of(variant).config)
     return found
 
 

@@ -22,7 +22,7 @@ from nrl_models import registry
 from nrl_models.testing.case import FamilyCase
 from nrl_models.testing.features import applies, suite
 from nrl_models.testing.tiny import silent_transformers
-from nrl_models.testing.variants import SEPARATOR, split_variant, with_variants
+from nrl_models.testing.variants import SEPARATOR, case_of, with_variants
 from tools.architectures import require_registered
 from tools.coverage_pages.results import Kind, Record, Records, grouped, read_records, write_record
 from tools.mutants import CATALOG, Mutant
@@ -251,9 +251,7 @@ def run_mutants(
         outcome = known or Outcome()
         if missing:
             with silent_transformers():
-                class_name, values = split_variant(architecture)
-                model_class: Any = registry.model_class(class_name)
-                outcome = outcome.followed_by(Hunt(FamilyCase(model_class, tiny=values)).run(missing, progress))
+                outcome = outcome.followed_by(Hunt(case_of(architecture)).run(missing, progress))
             write_record(pages, Kind.MUTANTS, architecture, Record(versions, outcome.to_json()))
         yield architecture, outcome
 

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
+import torch
 from versions import needs
 
 from nrl_models import registry
 from nrl_models.errors import UnknownArchitectureError
-from nrl_models.testing.case import FamilyCase
-from nrl_models.testing.variants import SEPARATOR, split_variant, with_variants
+from nrl_models.testing.variants import SEPARATOR, case_of, split_variant, with_variants
 from tests.engine.coverage_page import certificate_file
 from tools.checkout import PAGES
 from tools.coverage_pages.results import family_of
@@ -44,15 +43,13 @@ def test_unknown_variant_raises() -> None:
 
 @pytest.mark.parametrize("name", DECLARED)
 def test_variants_have_distinct_tensor_shapes(name: str) -> None:
-    architecture, values = split_variant(name)
-    model_class: Any = registry.model_class(architecture)
-
-    def shapes(values: Any) -> frozenset[tuple[str, tuple[int, ...]]]:
-        state = FamilyCase(model_class, tiny=values).model().state_dict()
+    def shapes(name: str) -> frozenset[tuple[str, tuple[int, ...]]]:
+        state = case_of(name).model().state_dict()
         return frozenset((name, tuple(tensor.shape)) for name, tensor in state.items())
 
-    others = [other for key, other in model_class.variants.items() if not name.endswith(f"{SEPARATOR}{key}")]
-    assert shapes(values) not in [shapes(other) for other in [{}, *others]]
+    assert case_of(name, torch.device("meta")).device.type == "meta"
+    others = [other for other in with_variants([split_variant(name)[0]]) if other != name]
+    assert shapes(name) not in map(shapes, others)
 
 
 @pytest.mark.parametrize("name", DECLARED)
@@ -79,8 +76,7 @@ def test_gemma4_page_lists_the_kinds_of_its_variants() -> None:
 
 @needs("Gemma4ForCausalLM")
 def test_gemma4_variants_have_published_layer_types() -> None:
-    model_class: Any = registry.model_class("Gemma4ForCausalLM")
-    configs = {name: FamilyCase(model_class, tiny=values).config for name, values in model_class.variants.items()}
+    configs = {name: case_of(f"Gemma4ForCausalLM#{name}").config for name in ("E2B", "26B-A4B", "31B")}
     assert configs["E2B"].num_kv_shared_layers
     assert configs["26B-A4B"].enable_moe_block
     assert configs["26B-A4B"].attention_k_eq_v
