@@ -39,6 +39,9 @@ FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 FP4_PAIRS = torch.int8
 """Dtype of pairs of FP4 codes in FP8 checkpoints with scales. The first code is in the lower half of the byte."""
 
+DEFAULT_BLOCK = (128, 128)
+"""Rows and columns of FP8 blocks where the configuration has no size: transformers' default for quantization."""
+
 BLOCKS, SCALES = "_blocks", "_scales"
 
 UNPAIRED = ("_scale_inv", ".qscale_weight")
@@ -274,22 +277,26 @@ def _block_for(
     Args:
         shape: Shape of the tensor.
         scales: Shape of its scales.
-        block: Block size in the configuration; the last block of a row or column may be smaller. None accepts any size
-            that divides the tensor.
+        block: Block size in the configuration; the last block of a row or column may be smaller. None accepts
+            `DEFAULT_BLOCK`, or any size that divides the tensor. If both are possible, it is `DEFAULT_BLOCK`: two
+            scales of 192 rows belong to 128 and 64 rows.
 
     Returns:
         The block size (None for a single scale), and the expected shape of the scales (empty if they match).
     """
     if scales in ((), (1,)) or (block is None and math.prod(scales) == 1):
         return None, ""
+    if len(shape) < 2:
+        return None, f"of shape {shape} needs a single scale"
     if block is not None:
         counts = _block_counts(shape, block)
         return block, "" if scales == counts else f"of shape {shape} in blocks of {block} needs {counts}"
-    rows, columns = shape[-2:] if len(shape) > 1 else (1, *shape)
+    rows, columns = shape[-2:]
     if scales == shape[:1]:
         return (rows if len(shape) > 2 else 1, columns), ""
-    fits = len(scales) == len(shape) > 1 and scales[:-2] == shape[:-2]
-    if not fits or rows % scales[-2] or columns % scales[-1]:
+    if scales == _block_counts(shape, DEFAULT_BLOCK):
+        return DEFAULT_BLOCK, ""
+    if len(scales) != len(shape) or scales[:-2] != shape[:-2] or rows % scales[-2] or columns % scales[-1]:
         return None, f"of shape {shape} is not divided by them"
     return (rows // scales[-2], columns // scales[-1]), ""
 
@@ -309,5 +316,5 @@ def _block_of(size: Any) -> tuple[tuple[int, ...] | None, list[Problem]]:
 
 
 def _block_counts(shape: tuple[int, ...], block: tuple[int, ...]) -> tuple[int, ...]:
-    *stack, rows, columns = shape if len(shape) > 1 else (1, *shape)
+    *stack, rows, columns = shape
     return (*stack, -(-rows // block[0]), -(-columns // block[1]))

@@ -343,6 +343,24 @@ def test_requested_dequantization_of_incomplete_blocks(requested: FineGrainedFP8
     assert_same(models[1].state_dict(), models[0].state_dict())
 
 
+@pytest.mark.parametrize("block", [BLOCK, (64, 32), (1, 32), (1, 64)], ids=str)
+def test_fp8_blocks_without_size_in_config(block: tuple[int, int], tmp_path: Path) -> None:
+    """192 rows have two blocks of 128, as in the quantizer. An even division would read two blocks of 96."""
+    reference = new_model(tiny_config(LlamaConfig, {"intermediate_size": 192}))
+    reference.save_pretrained(tmp_path)
+    expected: dict[str, torch.Tensor] = {}
+
+    def quantize(tensors: dict[str, torch.Tensor]) -> None:
+        for key in [key for key in tensors if key.endswith("proj.weight")]:
+            tensors[key], tensors[f"{key}_scale_inv"] = to_fp8(tensors[key], block)
+            expected[key] = dequantize_elementwise(tensors[key], tensors[f"{key}_scale_inv"], block)
+
+    edit_weights(tmp_path, quantize)
+    edit_config(tmp_path, quantization_config={"quant_method": "fp8", "activation_scheme": "dynamic"})
+    tensors = hf_tensors(AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32))
+    assert_same({key: tensors[key] for key in expected}, expected)
+
+
 def drop(key: str) -> Callable[[dict[str, torch.Tensor]], object]:
     return lambda tensors: tensors.pop(key)
 
@@ -362,6 +380,15 @@ DAMAGES: dict[str, tuple[Callable[[dict[str, torch.Tensor]], object], set[tuple[
     "scales without quantized weight": (
         lambda tensors: tensors.update({"model.norm.weight_scale_inv": torch.ones(2)}),
         {("unexpected", "model.norm.weight_scale_inv")},
+    ),
+    "blocks of a vector": (
+        lambda tensors: tensors.update(
+            {
+                "model.norm.weight": torch.ones(64).to(torch.float8_e4m3fn),
+                "model.norm.weight_scale_inv": torch.ones(1, 1),
+            }
+        ),
+        {("shape", "model.norm.weight_scale_inv")},
     ),
 }
 
