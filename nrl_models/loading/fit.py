@@ -172,7 +172,7 @@ def fit_checkpoint(
     of_head: set[str] = set()
     of_towers: set[str] = set()
     if unknown and (tolerance.new_head or is_base_model(model)):
-        of_head = head_keys(model, names.renamed, unknown, key_mapping)
+        of_head = head_keys(model, names.renamed, unknown, files.tensors, key_mapping)
     if (rest := [key for key in unknown if key not in of_head]) and tolerance.composite is not None:
         of_towers = tower_keys(model, tolerance.composite, rest, key_mapping)
     new_head = set(new_head_names(model, adapter.own)) if tolerance.new_head else set()

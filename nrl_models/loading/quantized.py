@@ -143,7 +143,7 @@ def _accepted(
     heads: set[str] = set()
     towers: set[str] = set()
     if unexpected and (tolerance.new_head or is_base_model(model)):
-        heads = head_keys(model, renamed, unexpected, options.key_mapping)
+        heads = head_keys(model, renamed, unexpected, files.tensors, options.key_mapping)
     if tolerance.composite is not None and (rest := [key for key in unexpected if key not in heads]):
         towers = tower_keys(model, tolerance.composite, rest, options.key_mapping)
     missing = new_head_names(model, info.get("missing_keys", ())) if tolerance.new_head else []

@@ -19,11 +19,12 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto
 
+from nrl_models.common.checkpoint.stored_tensors import StoredTensor
 from nrl_models.common.modules import is_base_model
 from nrl_models.common.process_state import BUILDING
 from nrl_models.common.state_dict.adapter import StateDictAdapter
 from nrl_models.common.state_dict.layouts import base_prefix, renamed_keys
-from nrl_models.common.upstream import architectures_of
+from nrl_models.common.upstream import architectures_of, text_part
 from nrl_models.common.upstream_conversions import Renaming, get_model_conversion_mapping
 from nrl_models.loading.names.checkpoint_names import CheckpointNames
 from nrl_models.loading.shared_classes import shared_classes, takes_config
@@ -44,6 +45,7 @@ def head_keys(
     model: PreTrainedModel,
     renamed: Mapping[str, str],
     unknown: Collection[str],
+    stored: Mapping[str, StoredTensor],
     key_mapping: Mapping[str, str] | None = None,
 ) -> set[str]:
     """Return the keys of heads that `model` does not have.
@@ -52,15 +54,17 @@ def head_keys(
     through the class, such as `language_model.lm_head.weight`. If the checkpoint's names have the base model's prefix,
     a module outside the prefix is also a head, unless it has a stack of layers: TRL's `v_head`, or BERT's `cls.*`. The
     same holds for a module that the base model's class has by default, but not in `model`: BERT's pooler in a token
-    classifier.
+    classifier. With any names, an unknown module is a head if it computes one number from a hidden state: a `v_head`
+    next to the published names of a vision-language model.
 
     Args:
         model: The model to load: a base model, or one with another head.
         renamed: The name of each checkpoint key after transformers' renamings.
         unknown: The keys without a tensor in `model`.
+        stored: The checkpoint's tensors.
         key_mapping: Renamings that are applied before those of transformers.
     """
-    found = _outside_prefix(model, renamed, unknown)
+    found = _outside_prefix(model, renamed, unknown) | _single_outputs(model, unknown, stored)
     for head_class in _head_classes(model):
         if found >= set(unknown):
             break
@@ -120,22 +124,39 @@ def modules_of(model: PreTrainedModel, keys: Iterable[str]) -> list[str]:
 
 def _outside_prefix(model: PreTrainedModel, renamed: Mapping[str, str], unknown: Collection[str]) -> set[str]:
     """Find unknown keys of modules outside the base model, if the checkpoint's names have the base model's prefix."""
-    prefix, base = base_prefix(model), model.base_model
-    body = {name.partition(".")[0] for name in base.state_dict()} | {name for name, _ in base.named_children()}
+    prefix, body = base_prefix(model), _modules_in_base(model)
     others = set(unknown)
     inside = (name for key, name in renamed.items() if key not in others)
     if not prefix or not any(name.startswith(prefix) and name[len(prefix) :].split(".")[0] in body for name in inside):
         return set()
+    outside = (key for key in unknown if not key.startswith(prefix) and not renamed[key].startswith(prefix))
+    groups = _by_outermost_module(outside, body)
+    return {key for keys in groups if not any(map(_is_in_layers, keys)) for key in keys}
+
+
+def _single_outputs(model: PreTrainedModel, unknown: Collection[str], stored: Mapping[str, StoredTensor]) -> set[str]:
+    """Find unknown keys of modules outside the base model with one linear, from hidden states to a single number."""
+    weight = (1, getattr(text_part(model.config, decoder=True), "hidden_size", None))
+    found = set()
+    for keys in _by_outermost_module(unknown, _modules_in_base(model)):
+        shapes = [stored[key].shape if key in stored else () for key in keys]
+        if shapes.count(weight) == 1 and all(shape in (weight, (1,)) for shape in shapes):
+            found |= {*keys}
+    return found
+
+
+def _modules_in_base(model: PreTrainedModel) -> set[str]:
+    """Return the names of the outermost modules and tensors of the base model."""
+    base = model.base_model
+    return {name.partition(".")[0] for name in base.state_dict()} | {name for name, _ in base.named_children()}
+
+
+def _by_outermost_module(keys: Iterable[str], body: Collection[str]) -> list[list[str]]:
+    """Group the keys of each outermost module that is not in `body`. Tensors outside of modules are left out."""
     groups: dict[str, list[str]] = defaultdict(list)
-    for key in unknown:
-        if not key.startswith(prefix) and not renamed[key].startswith(prefix):
-            groups[key.partition(".")[0]].append(key)
-    return {
-        key
-        for module, keys in groups.items()
-        if module not in body and module not in keys and not any(map(_is_in_layers, keys))
-        for key in keys
-    }
+    for key in keys:
+        groups[key.partition(".")[0]].append(key)
+    return [group for module, group in groups.items() if module not in body and module not in group]
 
 
 def _left_out(model: PreTrainedModel, renamed: Mapping[str, str], unknown: Collection[str]) -> set[str]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import assert_same, edit_weights, hf_tensors, stored
+from checkpoints import assert_same, edit_config, edit_weights, hf_tensors, stored
 from transformers import AutoConfig, RwkvConfig
 from transformers import AutoModel as HFAutoModel
 
@@ -31,6 +31,23 @@ HEADS = (
     "Glm4vForConditionalGeneration",
     "LlavaForConditionalGeneration",  # a head inside the text model on the hub
 )
+
+PUBLISHED_NAMES = (
+    "AriaForConditionalGeneration",
+    "Gemma3ForConditionalGeneration",  # a base model that accepts labels
+    "Kosmos2ForConditionalGeneration",  # a base model without a prefix
+    "Qwen2AudioForConditionalGeneration",
+)
+"""Models whose published names have no prefix of the base model."""
+
+OWN_HEADS = ("Blip2ForConditionalGeneration", "Llama4ForConditionalGeneration", "KimiVLForConditionalGeneration")
+"""Models that transformers' `AutoModel` loads with their head, or does not load."""
+
+COMPOSITE = [
+    name
+    for name in registry.architectures(aliases=False)
+    if name.endswith("ForConditionalGeneration") and name not in OWN_HEADS and not registry.unmet_requirement(name)
+]
 
 
 @pytest.mark.parametrize("architecture", HEADS)
@@ -69,6 +86,43 @@ def test_base_model_matches_transformers(architecture: str, tmp_path: Path) -> N
         assert_same(AutoModel.from_pretrained(tmp_path / folder).state_dict(), model.state_dict())
     adapter = model.state_dict_adapter
     assert_same(adapter.from_hf(adapter.to_hf(model.state_dict())), model.state_dict())
+
+
+@pytest.mark.parametrize("named", [True, False])
+@pytest.mark.parametrize(
+    "architecture",
+    [pytest.param(name, marks=() if name in PUBLISHED_NAMES else pytest.mark.long) for name in COMPOSITE],
+)
+def test_value_head_is_not_loaded_into_base_model(architecture: str, named: bool, tmp_path: Path) -> None:
+    reference = FamilyCase(registry.model_class(architecture)).reference()
+    reference.save_pretrained(tmp_path)
+    file = sorted(tmp_path.glob("*.safetensors"))[0].name
+    hidden_size = reference.config.get_text_config(decoder=True).hidden_size
+    head = {"v_head.summary.weight": torch.ones(1, hidden_size), "v_head.summary.bias": torch.ones(1)}
+    edit_weights(tmp_path, lambda tensors: tensors.update(head), file)
+    if not named:
+        edit_config(tmp_path, architectures=None)
+    expected, told = HFAutoModel.from_pretrained(tmp_path, dtype=torch.float32, output_loading_info=True)
+    assert told["unexpected_keys"]
+    if told["missing_keys"]:
+        with pytest.raises(CheckpointError, match="missing: "):
+            AutoModel.from_pretrained(tmp_path)
+        return
+    model = AutoModel.from_pretrained(tmp_path, dtype=torch.float32)
+    assert_same(hf_tensors(model), expected.state_dict())
+
+
+@pytest.mark.parametrize(
+    "name", ["v_head.summary.weight", "multi_modal_adapter.linear.weight", "language_model.extra.weight", "extra"]
+)
+def test_other_unknown_modules_next_to_published_names_raise(name: str, tmp_path: Path) -> None:
+    """Only a module with one output is a head: others may be parts of the base model."""
+    FamilyCase(registry.model_class("AriaForConditionalGeneration")).reference().save_pretrained(tmp_path)
+    file = sorted(tmp_path.glob("*.safetensors"))[0].name
+    rows = 1 if name.startswith(("language_model", "extra")) else 2
+    edit_weights(tmp_path, lambda tensors: tensors.update({name: torch.ones(rows, 256)}), file)
+    with pytest.raises(CheckpointError, match=rf"unexpected: {name}"):
+        AutoModel.from_pretrained(tmp_path)
 
 
 def test_base_model_of_qwen2_audio_loads_without_head(tmp_path: Path) -> None:
