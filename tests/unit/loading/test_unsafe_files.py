@@ -15,12 +15,20 @@ import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM as HFAutoModelForCausalLM
+from transformers import BitsAndBytesConfig
 
-from nrl_models import AutoModelForCausalLM, check_parity, start_engine
+from nrl_models import (
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    check_parity,
+    start_engine,
+)
 from nrl_models.common.checkpoint.files import CheckpointFiles
 from nrl_models.common.trust.adapter_files import require_safe_adapter
 from nrl_models.engines.vllm.vllm_lora import load_adapter as load_adapter_into_vllm
 from nrl_models.errors import CheckpointError, NRLModelsError, UnknownArgumentError
+from nrl_models.onboarding.convert import convert
 from nrl_models.testing.suite.asserts import assert_same_tensors
 
 
@@ -102,6 +110,51 @@ def test_unsafe_transformers_weights_raise(
     with pytest.raises(CheckpointError, match=r"transformers_weights|absent\.safetensors: is missing"):
         load(checkpoint)
     assert not (tmp_path / "ran").exists()
+
+
+def saved_in_place(folder: Path) -> torch.Tensor:
+    """Save a changed model over its own checkpoint. Returns the weight that transformers then loads, changed back."""
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    with torch.no_grad():
+        model.model.norm.weight.mul_(2)
+    model.save_pretrained(folder)
+    return HFAutoModelForCausalLM.from_pretrained(folder).model.norm.weight / 2
+
+
+def converted(folder: Path) -> torch.Tensor:
+    convert(folder, folder.parent / "converted")
+    return load_file(folder.parent / "converted" / "model.safetensors")["model.norm.weight"]
+
+
+def quantized_on_load(folder: Path) -> torch.Tensor:
+    pytest.importorskip("bitsandbytes")
+    options = BitsAndBytesConfig(load_in_8bit=True)
+    model = AutoModelForCausalLM.from_pretrained(folder, quantization_config=options, dtype=torch.float32)
+    return model.model.norm.weight
+
+
+NORMS: dict[str, Callable[[Path], torch.Tensor]] = {
+    "base model": lambda folder: AutoModel.from_pretrained(folder).norm.weight,
+    "reward model": lambda folder: (
+        AutoModelForSequenceClassification.from_pretrained(folder, new_head=True, num_labels=1).model.norm.weight
+    ),
+    "convert": converted,
+    "saved in place": saved_in_place,
+    "quantized on load": quantized_on_load,
+}
+"""Loads of a checkpoint that return the weight of its last norm."""
+
+
+@pytest.mark.parametrize(
+    "norm",
+    [pytest.param(norm, marks=pytest.mark.integrations if "quantized" in name else ()) for name, norm in NORMS.items()],
+    ids=NORMS,
+)
+def test_named_weights_are_those_of_every_load(norm: Callable[[Path], torch.Tensor], checkpoint: Path) -> None:
+    tensors = {key: tensor + 1 for key, tensor in load_file(checkpoint / "model.safetensors").items()}
+    save_file(tensors, checkpoint / "other.safetensors", {"format": "pt"})
+    set_weights_in_config(checkpoint, "other.safetensors")
+    assert torch.equal(norm(checkpoint).detach(), tensors["model.norm.weight"])
 
 
 def load_vllm_adapter(folder: Path) -> Any:
