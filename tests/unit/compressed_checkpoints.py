@@ -164,14 +164,34 @@ def group(form: str, targets: list[str] | None = None, **more: Any) -> dict[str,
     return {"targets": targets or ["Linear"], "weights": weights, **more}
 
 
-def write(folder: Path, config: PreTrainedConfig, form: str, experts: str | None = None) -> Parts:
-    """Write a random model with quantized linears, optionally with experts in another format. Returns the weights."""
-    new_model(config).save_pretrained(folder)
+QUANTIZED = ("proj.weight", ".w1.weight", ".w2.weight", ".w3.weight")
+"""Ends of the names of quantized weights."""
+
+
+def write(
+    folder: Path,
+    config: PreTrainedConfig,
+    form: str,
+    experts: str | None = None,
+    targets: list[str] | None = None,
+) -> Parts:
+    """Write a random model with quantized linears, optionally with experts in another format. Returns the weights.
+
+    Args:
+        folder: Folder of the checkpoint.
+        config: The model's configuration. One with a vision tower gets a vision-language model.
+        form: Key in `FORMS`.
+        experts: Key in `FORMS` of the experts.
+        targets: Linears in the format `form`; all by default.
+    """
+    new_model(
+        config, "ForConditionalGeneration" if "vision_config" in config.sub_configs else "ForCausalLM"
+    ).save_pretrained(folder)
     stored: Parts = {}
     plain: Parts = {}
     for name, tensor in load_file(folder / "model.safetensors").items():
         stored[name] = plain[name] = tensor
-        if name.endswith("proj.weight"):
+        if name.endswith(QUANTIZED):
             parts, plain[name] = FORMS[experts if experts and ".experts." in name else form][2](tensor)
             del stored[name]
             stored |= {f"{name.removesuffix('weight')}{part}": value.contiguous() for part, value in parts.items()}
@@ -179,7 +199,7 @@ def write(folder: Path, config: PreTrainedConfig, form: str, experts: str | None
         if name.endswith("k_proj.weight"):
             stored |= {name.replace("k_proj.weight", part): torch.ones(1) for part in ("k_scale", "k_zero_point")}
     save_file(stored, folder / "model.safetensors", {"format": "pt"})
-    groups = {"group_0": group(form)}
+    groups = {"group_0": group(form, targets)}
     if experts:
         groups["group_1"] = group(experts, ["re:.*mlp.experts.*"], format=FORMS[experts][0])
     settings = {

@@ -15,13 +15,28 @@ from compressed_checkpoints import FORMS, Parts, group, write
 from packaging.version import Version
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM as HFAutoModelForCausalLM
-from transformers import CompressedTensorsConfig, LlamaConfig, PreTrainedConfig, Qwen3MoeConfig
+from transformers import (
+    CompressedTensorsConfig,
+    DeepseekV3Config,
+    Gemma3Config,
+    LlamaConfig,
+    MixtralConfig,
+    PreTrainedConfig,
+    Qwen3MoeConfig,
+)
 from transformers.utils import logging as hf_logging
 from versions import since
 
-from nrl_models import AutoModelForCausalLM, CheckpointError, check_parity, start_engine
+from nrl_models import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    CheckpointError,
+    check_parity,
+    start_engine,
+)
 from nrl_models.common.compressed import compressed_files
 from nrl_models.errors import UnmetRequirementError
+from nrl_models.testing.tiny import tiny_config
 
 pytestmark = pytest.mark.integrations
 pytest.importorskip("compressed_tensors")
@@ -66,6 +81,25 @@ def require_unquantized(model: Any, expected: Parts, folder: Path, form: str) ->
 def test_load_save_and_export_unquantized_weights(kind: str, form: str, tmp_path: Path) -> None:
     expected = write(tmp_path / "in", CONFIGS[kind], form)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "in")
+    require_unquantized(model, expected, tmp_path / "out", form)
+
+
+@pytest.mark.parametrize(
+    ("config_class", "form", "targets"),
+    [
+        (MixtralConfig, "nvfp4", None),
+        (MixtralConfig, "int4", [r"re:.*_proj$", r"re:.*\.w[123]$"]),
+        (DeepseekV3Config, "fp8", None),
+        (Gemma3Config, "int8", None),
+    ],
+)
+def test_other_names_of_experts_and_towers(
+    config_class: type[PreTrainedConfig], form: str, targets: list[str] | None, tmp_path: Path
+) -> None:
+    """Experts are stored as `w1`, `w2` and `w3`, or in a model with latent attention; a tower is also quantized."""
+    expected = write(tmp_path / "in", tiny_config(config_class), form, targets=targets)
+    auto = AutoModelForImageTextToText if config_class is Gemma3Config else AutoModelForCausalLM
+    model = auto.from_pretrained(tmp_path / "in", dtype=torch.float32)
     require_unquantized(model, expected, tmp_path / "out", form)
 
 
