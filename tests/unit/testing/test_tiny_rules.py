@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from config.published_configs import published, shrunk
+from config.published_configs import STORED_OTHERWISE, published, shrunk
 from transformers import (
     DeepseekV3Config,
     GemmaConfig,
@@ -29,7 +29,7 @@ from transformers.utils import logging
 from versions import since
 
 from nrl_models import registry
-from nrl_models.common.config.walk import all_values, parts
+from nrl_models.common.config.walk import all_values, parts, walk
 from nrl_models.loading.read_config import read_config
 from nrl_models.testing import sizes
 from nrl_models.testing.tiny import TinyModelError, find_tiny, tiny_config
@@ -65,6 +65,23 @@ def layer_kinds(config: PreTrainedConfig) -> set[Any]:
     }
 
 
+NO_FEATURE = (
+    "token_id",
+    "dropout",
+    "dropout_prob",
+    "pdrop",
+    "transformers_version",
+    "architectures",
+    *STORED_OTHERWISE,
+)
+"""Ends of keys that do not select a model's layers."""
+
+
+def features(config: PreTrainedConfig) -> set[tuple[str, bool]]:
+    """Return the path of each key, and whether it is set: `num_kv_shared_layers`, `num_experts`, `attention_k_eq_v`."""
+    return {(path, bool(value)) for path, _, key, value in walk(config) if not key.endswith(NO_FEATURE)}
+
+
 def model_class(name: str) -> Any:
     if (class_ := getattr(transformers, name, None)) is None:
         pytest.skip(f"this transformers has no {name}")
@@ -81,15 +98,16 @@ def quiet() -> Any:
 
 @since("5.24")  # older versions lack some of the configurations
 @pytest.mark.usefixtures("quiet")
-def test_tiny_published_configurations_keep_their_kinds_of_layers(tmp_path: Path) -> None:
+def test_tiny_published_configs_keep_kinds_of_layers_and_features(tmp_path: Path) -> None:
     registry.register_custom_configs()
     file, lost = tmp_path / "config.json", {}
     for repository, entry in published().items():
         file.write_text(json.dumps(dict(entry.config)))
         config = read_config(tmp_path)
         file.write_text(json.dumps(shrunk(entry, config)))
-        if kinds := layer_kinds(config) - layer_kinds(read_config(tmp_path)):
-            lost[repository] = kinds
+        tiny = read_config(tmp_path)
+        if different := (layer_kinds(config) - layer_kinds(tiny)) | (features(config) - features(tiny)):
+            lost[repository] = different
     assert not lost
 
 
