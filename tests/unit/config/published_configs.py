@@ -20,6 +20,71 @@ FOLDER = Path(__file__).with_name("published")
 STORED_OTHERWISE = ("quantization_config", "compression_config")
 """Keys that describe how weights are stored. Tiny models store unquantized weights."""
 
+DENSE = {"enable_moe_block": False, "num_experts": None, "moe_intermediate_size": None, "top_k_experts": None}
+SHARED = DENSE | {
+    "attention_k_eq_v": False,
+    "hidden_size_per_layer_input": 256,
+    "num_global_key_value_heads": None,
+    "sliding_window": 512,
+    "use_bidirectional_attention": None,
+}
+SMALL_TOWERS = {
+    "vision_config": {
+        "global_head_dim": 64,
+        "head_dim": 64,
+        "hidden_size": 768,
+        "intermediate_size": 3072,
+        "num_attention_heads": 12,
+        "num_hidden_layers": 16,
+        "num_key_value_heads": 12,
+        "standardize": False,
+        "use_clipped_linears": True,
+    },
+    "audio_config": {"model_type": "gemma4_audio"},
+}
+GEMMA4: dict[str, dict[str, dict[str, Any]]] = {
+    "google/gemma-4-E2B-it": SMALL_TOWERS
+    | {
+        "text_config": SHARED
+        | {
+            "hidden_size": 1536,
+            "intermediate_size": 6144,
+            "layer_types": [*["sliding_attention"] * 4, "full_attention"] * 7,
+            "num_attention_heads": 8,
+            "num_hidden_layers": 35,
+            "num_key_value_heads": 1,
+            "num_kv_shared_layers": 20,
+            "use_double_wide_mlp": True,
+        }
+    },
+    "google/gemma-4-E4B-it": SMALL_TOWERS
+    | {
+        "text_config": SHARED
+        | {
+            "hidden_size": 2560,
+            "intermediate_size": 10240,
+            "layer_types": [*["sliding_attention"] * 5, "full_attention"] * 7,
+            "num_attention_heads": 8,
+            "num_hidden_layers": 42,
+            "num_key_value_heads": 2,
+            "num_kv_shared_layers": 18,
+        }
+    },
+    "google/gemma-4-31B-it": {
+        "text_config": DENSE
+        | {
+            "hidden_size": 5376,
+            "intermediate_size": 21504,
+            "layer_types": [*["sliding_attention"] * 5, "full_attention"] * 10,
+            "num_attention_heads": 32,
+            "num_global_key_value_heads": 4,
+            "num_hidden_layers": 60,
+            "num_key_value_heads": 16,
+        }
+    },
+}
+"""Values of repositories that otherwise have those of `google/gemma-4-26B-A4B`."""
+
 
 @dataclass(frozen=True)
 class Published:
@@ -43,6 +108,13 @@ def published() -> Mapping[str, Published]:
     """Return all published configurations, by repository."""
     files = (json.loads(file.read_text()) for file in sorted(FOLDER.glob("*.json")))
     return {name: Published(**entry) for entries in files for name, entry in entries.items()}
+
+
+def values_of(repository: str) -> dict[str, Any]:
+    """Return the content of a repository's `config.json`, which is one of `published` or of `GEMMA4`."""
+    parts = GEMMA4.get(repository, {})
+    values = dict(published()["google/gemma-4-26B-A4B" if parts else repository].config)
+    return values | {key: {**(values[key] or {}), **part} for key, part in parts.items()}
 
 
 def shrunk(entry: Published, config: PreTrainedConfig) -> dict[str, Any]:

@@ -6,13 +6,14 @@ import json
 from pathlib import Path
 
 import pytest
-from published_configs import published
+from published_configs import published, values_of
 from test_published import SINCE, class_of
 from transformers import PreTrainedConfig
 from versions import since
 
 from nrl_models import registry
 from nrl_models.errors import ShardingError
+from nrl_models.loading.read_config import read_config
 from nrl_models.onboarding.estimate import estimate
 from nrl_models.onboarding.estimate_step import Setting, default_seq_len
 from nrl_models.onboarding.inspect import ModelKind, inspect
@@ -70,6 +71,32 @@ def test_inspect_and_plan_with_per_layer_heads(tmp_path: Path) -> None:
     with pytest.raises(ShardingError, match=r"(?s)has 2 heads of 512 .*tp among \[1, 2\]") as error:
         estimate(config, Setting({"tp": 4}, LENGTH))
     assert len(error.value.problems) == 1
+
+
+@since("5.22")
+@pytest.mark.parametrize(
+    ("repository", "billions", "degree"),
+    [
+        ("google/gemma-4-E2B-it", 5.1, 1),
+        pytest.param("google/gemma-4-E4B-it", 8.0, 2, marks=pytest.mark.long),
+        pytest.param("google/gemma-4-26B-A4B", 26.0, 2, marks=pytest.mark.long),
+        pytest.param("google/gemma-4-31B-it", 31.0, 4, marks=pytest.mark.long),
+    ],
+)
+def test_inspect_and_plan_sizes_of_gemma4(repository: str, billions: float, degree: int, tmp_path: Path) -> None:
+    """`degree` is the number of key-value heads of the layers with the fewest."""
+    (tmp_path / "config.json").write_text(json.dumps(values_of(repository)))
+    config, report = read_config(tmp_path), inspect(tmp_path)
+    assert report.parameters / 1e9 == pytest.approx(billions, rel=0.03)
+    has_experts = ModelKind.MOE in report.kinds
+    for mesh in ({"fsdp": 8}, {"fsdp": 2, "tp": degree}, *([{"ep": 2}] if has_experts else [])):
+        assert estimate(config, Setting(mesh, LENGTH)).total_parameters == report.parameters
+    for mesh, message in (
+        ({"tp": 2 * degree}, "num_key_value_heads"),
+        *([] if has_experts else [({"ep": 2}, "experts")]),
+    ):
+        with pytest.raises(ShardingError, match=message):
+            estimate(config, Setting(mesh, LENGTH))
 
 
 def test_sequence_longer_than_learned_positions_raises(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,11 @@ from transformers import AutoConfig, LlamaConfig, MixtralConfig, PreTrainedConfi
 from nrl_models import AutoModelForCausalLM, registry
 from nrl_models.common.config.ignored import ignoring
 from nrl_models.common.config.validate import check_config, examine
-from nrl_models.errors import ConfigurationError
+from nrl_models.errors import ConfigurationError, NRLModelsError
 from nrl_models.families.gemma3.model import Gemma3ForConditionalGeneration
 from nrl_models.families.llama.model import LlamaForCausalLM
 from nrl_models.family import FamilyModel
+from nrl_models.loading.read_config import read_config
 from nrl_models.testing.case import FamilyCase
 from nrl_models.testing.tiny import tiny_config
 from tools.ledger.ledger import KeyKind, recorded
@@ -229,3 +231,53 @@ def test_too_many_experts_per_token_raise() -> None:
     config = MixtralConfig(num_hidden_layers=1, num_local_experts=4, num_experts_per_tok=9)
     with pytest.raises(ConfigurationError, match=r"num_experts_per_tok: is 9, and num_local_experts is 4"):
         AutoModelForCausalLM.from_config(config, device="meta")
+
+
+DEFAULT_WINDOWS = {
+    "Dots3NoteForCausalLM",
+    "Dots3NoteForConditionalGeneration",
+    "ModernBertDecoderForCausalLM",  # computes it from another key
+}
+"""Architectures for which transformers' code sets a missing size."""
+
+
+def without_window(config: PreTrainedConfig) -> tuple[str, dict[str, Any]] | None:
+    """Return the key with the size of the window, and the content of a file that lacks it; None without windows."""
+    text: Any = config.get_text_config(decoder=True)
+    kinds = {str(kind).partition("_")[0] for kind in getattr(text, "layer_types", None) or ()}
+    keys = [key for key in ("sliding_window", "attention_chunk_size") if type(getattr(text, key, None)) is int]
+    if not keys or kinds.isdisjoint(("sliding", "chunked")):
+        return None
+    content = json.loads(config.to_json_string(use_diff=False))
+    inner = next((content[name] for name in config.sub_configs if getattr(config, name, None) is text), content)
+    written = text.attribute_map.get(keys[0], keys[0])
+    inner[written] = None
+    return written, content
+
+
+@pytest.mark.parametrize(
+    ("names", "count"),
+    [
+        (["Gemma3ForConditionalGeneration", "GptOssForCausalLM", "Llama4ForCausalLM", "MistralForCausalLM"], 3),
+        pytest.param(registry.architectures(aliases=False), 30, marks=pytest.mark.long),
+    ],
+    ids=["few", "all"],
+)
+def test_missing_window_raises(names: list[str], count: int, tmp_path: Path) -> None:
+    raised, loaded = set(), set()
+    for name in names:
+        if registry.unmet_requirement(name) or name.endswith("Classification"):
+            continue
+        model_class: Any = registry.model_class(name)
+        if (case := without_window(FamilyCase(model_class).config)) is None:
+            continue
+        (tmp_path / "config.json").write_text(json.dumps(case[1]))
+        try:
+            model_class.from_config(read_config(tmp_path), device="meta")
+        except NRLModelsError as error:
+            assert case[0] in str(error), name  # noqa: PT017
+            raised.add(name)
+        else:
+            loaded.add(name)
+    assert len(raised) >= count
+    assert loaded <= DEFAULT_WINDOWS

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from config.published_configs import published
+from config.published_configs import values_of
 from recipes.test_every_recipe import ALIASES
 from transformers import AutoConfig
 
@@ -38,54 +38,13 @@ NAMES = {
     "Skywork/Skywork-Reward-V2-Qwen3-0.6B": "Qwen/Qwen3-0.6B",
 }
 
-DENSE = {"enable_moe_block": False, "num_experts": None, "moe_intermediate_size": None, "top_k_experts": None}
-SHARED = DENSE | {"attention_k_eq_v": False, "num_global_key_value_heads": None, "hidden_size_per_layer_input": 256}
-
-GEMMA4: dict[str, dict[str, Any]] = {
-    "google/gemma-4-E2B-it": SHARED
-    | {
-        "hidden_size": 1536,
-        "intermediate_size": 6144,
-        "layer_types": [*["sliding_attention"] * 4, "full_attention"] * 7,
-        "num_attention_heads": 8,
-        "num_hidden_layers": 35,
-        "num_key_value_heads": 1,
-        "num_kv_shared_layers": 20,
-        "use_double_wide_mlp": True,
-    },
-    "google/gemma-4-E4B-it": SHARED
-    | {
-        "hidden_size": 2560,
-        "intermediate_size": 10240,
-        "layer_types": [*["sliding_attention"] * 5, "full_attention"] * 7,
-        "num_attention_heads": 8,
-        "num_hidden_layers": 42,
-        "num_key_value_heads": 2,
-        "num_kv_shared_layers": 18,
-    },
-    "google/gemma-4-31B-it": DENSE
-    | {
-        "hidden_size": 5376,
-        "intermediate_size": 21504,
-        "layer_types": [*["sliding_attention"] * 5, "full_attention"] * 10,
-        "num_attention_heads": 32,
-        "num_global_key_value_heads": 4,
-        "num_hidden_layers": 60,
-        "num_key_value_heads": 16,
-    },
-}
-"""Sizes of the text model, for repositories that otherwise have the keys of Gemma 4 26B-A4B."""
-
 _COMMENT = re.compile(r"# ([\d.]+) billion parameters at 16 bytes .*: (\d+) devices? of 80 GB")
 
 
 def configuration(repository: str) -> dict[str, Any]:
     """Return the published configuration of a recipe's model, without its quantization."""
-    name = "google/gemma-4-26B-A4B" if repository in GEMMA4 else NAMES.get(repository, repository)
-    values = {key: value for key, value in published()[name].config.items() if key != "quantization_config"}
-    if repository in GEMMA4:
-        values["text_config"] = values["text_config"] | GEMMA4[repository]
-    return values
+    values = values_of(NAMES.get(repository, repository))
+    return {key: value for key, value in values.items() if key != "quantization_config"}
 
 
 def parameters(repository: str) -> int:
