@@ -14,6 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassifi
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import nrl_models
+from nrl_models.onboarding.inspect import inspect
 from nrl_models.testing.tiny import tiny_config
 
 AUTO_CLASSES = ("AutoModel", "AutoModelForCausalLM", "AutoModelForSequenceClassification")
@@ -46,7 +47,7 @@ class MyForSequenceClassification(LlamaForSequenceClassification):
 @pytest.fixture(autouse=True)
 def undo_registrations(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CONFIG_MAPPING, "_extra_content", dict(CONFIG_MAPPING._extra_content))
-    for name in AUTO_CLASSES:
+    for name in (*AUTO_CLASSES, "AutoModelForImageTextToText"):
         mapping = getattr(transformers, name)._model_mapping
         monkeypatch.setattr(mapping, "_extra_content", dict(mapping._extra_content))
 
@@ -75,6 +76,33 @@ def test_registered_class_loads_without_architectures(registered: dict[str, Any]
     MyForCausalLM(tiny_config(MyConfig)).save_pretrained(tmp_path)
     edit_config(tmp_path, architectures=None)
     assert type(nrl_models.AutoModelForCausalLM.from_pretrained(tmp_path)) is MyForCausalLM
+
+
+def test_registered_class_is_used_by_engine_and_checks(registered: dict[str, Any], tmp_path: Path) -> None:
+    transformers.AutoModelForImageTextToText.register(MyConfig, MyForCausalLM)
+    reference = MyForCausalLM(tiny_config(MyConfig)).eval()
+    reference.save_pretrained(tmp_path)
+    model = nrl_models.AutoModelForCausalLM.from_pretrained(tmp_path)
+    with nrl_models.start_engine("hf-generate", tmp_path) as engine:
+        assert type(engine.model) is MyForCausalLM
+    assert nrl_models.check_parity(tmp_path).passed
+    ids = torch.arange(5, 15)[None]
+    expected = reference(ids).logits[:, :-1].log_softmax(-1).gather(2, ids[:, 1:, None])[..., 0]
+    torch.testing.assert_close(nrl_models.token_logprobs(model, ids).logprobs[:, 1:], expected)
+    assert inspect(tmp_path).parameters == reference.num_parameters()
+    assert type(nrl_models.AutoModelForImageTextToText.from_pretrained(tmp_path)) is MyForCausalLM
+
+
+def test_class_that_replaces_transformers_own_loads(tmp_path: Path) -> None:
+    class Replacing(LlamaForCausalLM):
+        pass
+
+    transformers.AutoModelForCausalLM.register(LlamaConfig, Replacing, exist_ok=True)
+    reference = Replacing(tiny_config(LlamaConfig)).eval()
+    reference.save_pretrained(tmp_path)
+    model = nrl_models.AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert type(model) is Replacing
+    assert_same_model(model, reference)
 
 
 def test_remote_code_already_loaded_by_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,23 +6,26 @@ import gc
 import os
 import signal
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from checkpoints import new_model
 from torch import nn
-from transformers import LlamaConfig, PreTrainedModel
+from transformers import LlamaConfig, MixtralConfig, PreTrainedModel
 
-from nrl_models import AutoModelForCausalLM
+from nrl_models import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification, start_engine
 from nrl_models.common.checkpoint.limits import TENSORS, limited_build
 from nrl_models.errors import ConfigurationError
 from nrl_models.testing.suite.asserts import assert_same_tensors
+from nrl_models.testing.tiny import tiny_config
 
 THREADS = 4
-ROUNDS, LONG_ROUNDS = 12, 250
-"""Loads per thread. Without the lock and the thread-local flag, the first rounds fail."""
+ROUNDS, LONG_ROUNDS = 8, 250
+"""Builds and saves per thread, and half the loads. Without the lock and the thread-local flag, first rounds fail."""
 
 
 def process_state() -> list[Any]:
@@ -71,13 +74,46 @@ def test_concurrent_load_build_and_save(
 
     def run(thread: int) -> None:
         start_together.wait()
-        for number in range(rounds):
+        for _ in range(rounds):
             load(saved)
             build()
             make_linear()
-            if number == 0:
-                expected.save_pretrained(tmp_path / str(thread))
-                load(tmp_path / str(thread))
+            expected.save_pretrained(tmp_path / str(thread))
+            load(tmp_path / str(thread))
+
+    with ThreadPoolExecutor(THREADS) as pool:
+        list(pool.map(run, range(THREADS)))
+    assert process_state() == before
+
+
+OTHER_LOADS: dict[str, Callable[[Path], PreTrainedModel]] = {
+    "base model": AutoModel.from_pretrained,
+    "reward model": lambda folder: AutoModelForSequenceClassification.from_pretrained(
+        folder, new_head=True, num_labels=1
+    ),
+    "bf16": lambda folder: AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16),
+    "device map": lambda folder: AutoModelForCausalLM.from_pretrained(folder, device_map={"": "cpu"}),
+    "engine": lambda folder: start_engine("hf-generate", folder).model,
+}
+
+
+@pytest.mark.parametrize("rounds", [1, pytest.param(LONG_ROUNDS // 10, marks=pytest.mark.long)])
+def test_concurrent_loads_of_other_kinds(rounds: int, tmp_path: Path) -> None:
+    """Experts are converted on load. Each thread starts with another kind of load."""
+    folder = tmp_path / "saved"
+    new_model(tiny_config(MixtralConfig, {"num_hidden_layers": 1})).save_pretrained(folder)
+    before = process_state()
+    expected = {name: load(folder).state_dict() for name, load in OTHER_LOADS.items()}
+    start_together = threading.Barrier(THREADS)
+
+    def run(thread: int) -> None:
+        start_together.wait()
+        names = [*OTHER_LOADS][thread:] + [*OTHER_LOADS][:thread]
+        for name in names * rounds:
+            actual = OTHER_LOADS[name](folder).state_dict()
+            for state in (actual, expected[name]):
+                state.pop("score.weight", None)  # random
+            assert_same_tensors(actual, expected[name])
 
     with ThreadPoolExecutor(THREADS) as pool:
         list(pool.map(run, range(THREADS)))
