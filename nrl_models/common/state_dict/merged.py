@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, Self, cast
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -67,11 +67,8 @@ class MergedAdapter(StateDictAdapter):
         inner = innermost(model)
         super().__init__(without_wrappers(inner, peft=True))
         outside = own_tensors.parameters_outside(model, inner)
-        problems = [Problem(ProblemKind.UNEXPECTED, name, "reaches no weight of the model") for name in outside]
-        problems += [
-            Problem(ProblemKind.UNEXPECTED, name, f"is PEFT's {kind}, which is merged into no weight")
-            for name, kind in _foreign(inner).items()
-        ]
+        details = dict.fromkeys(outside, "reaches no weight of the model") | _foreign(inner)
+        problems = [Problem(ProblemKind.UNEXPECTED, name, detail) for name, detail in details.items()]
         unreached = {name: list(_unreached(name, wrapper)) for name, wrapper in peft_modules(inner)}
         problems += itertools.chain.from_iterable(unreached.values())
         problems += _unmergeable((name, wrapper) for name, wrapper in peft_modules(inner) if not unreached[name])
@@ -154,7 +151,7 @@ def merged_weights(name: str, wrapper: Any) -> dict[str, torch.Tensor]:
     except _FAILURES as error:
         problem = Problem(ProblemKind.UNEXPECTED, name, f"has an adapter that PEFT does not merge: {error}")
         raise StateDictError("the adapters cannot be merged into what is exported", [problem]) from error
-    return {f"{name}.{own}": tensor for own, tensor in without_wrappers(base).state_dict().items()}
+    return {f"{name}.{own}": tensor for own, tensor in base.state_dict().items()}
 
 
 _FAILURES = (AttributeError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError)
@@ -162,19 +159,24 @@ _FAILURES = (AttributeError, KeyError, NotImplementedError, RuntimeError, TypeEr
 
 
 def _copy(wrapper: Any, copied: dict[int, Any]) -> Any:
-    """Copy a wrapper except its keywords, in which PEFT keeps views of tied adapters, which torch cannot copy.
-
-    Args:
-        wrapper: PEFT's module.
-        copied: Copies to use by id of the original, as for `copy.deepcopy`.
-    """
+    """Copy a wrapper, with copies to use by id, except its keywords: PEFT's views of tied adapters cannot be copied."""
     if (keywords := getattr(wrapper, "kwargs", None)) is not None:
         copied[id(keywords)] = keywords
     return copy.deepcopy(wrapper, copied)
 
 
-def _merged(wrapper: Any, twin: Any) -> nn.Module:
-    """Merge a copy of a wrapper, and return the module in it.
+def _merged(wrapper: Any, twin: Any) -> Any:
+    """Merge a copy of a wrapper and the wrappers inside, and return the module in it."""
+    base = without_wrappers(_merged_outside(wrapper, twin))
+    if isinstance(base, peft_types()):
+        return _merged(base, base)
+    for name, nested in list(peft_modules(base)):
+        base.set_submodule(name, _merged(nested, nested))
+    return base
+
+
+def _merged_outside(wrapper: Any, twin: Any) -> Any:
+    """Merge a copy of a wrapper, and return the module in it, which has wrappers if PEFT trains it as a copy.
 
     Disabled adapters that were merged in place are unmerged, as in PEFT's next forward.
     """
@@ -182,14 +184,14 @@ def _merged(wrapper: Any, twin: Any) -> nn.Module:
         if tuner.merged and tuner.disable_adapters:
             tuner.unmerge()
     if is_disabled(wrapper) and hasattr(wrapper, "modules_to_save"):
-        return cast(nn.Module, innermost(twin))  # PEFT still unloads the trained copy
+        return innermost(twin)  # PEFT still unloads the trained copy
     merges = not is_disabled(wrapper) and not getattr(wrapper, "merged", False)
     if hasattr(twin, "unload_and_optionally_merge_module"):
-        return cast(nn.Module, twin.unload_and_optionally_merge_module(merges, safe_merge=False, adapter_names=None))
+        return twin.unload_and_optionally_merge_module(merges, safe_merge=False, adapter_names=None)
     for tuner in reversed(list(_tuners(twin)) if merges else []):  # an adapter may wrap another adapter's module
         if not tuner.merged:
             tuner.merge(safe_merge=False)
-    return cast(nn.Module, twin.get_base_layer())
+    return twin.get_base_layer()
 
 
 def _tuners(module: nn.Module) -> Iterator[Any]:
@@ -206,6 +208,8 @@ def _unmergeable(wrappers: Iterable[tuple[str, Any]]) -> list[Problem]:
     for name, wrapper in wrappers:
         if failures := list(_merge_failures(name, wrapper)):
             problems += failures
+        elif nested := [(f"{name}.{own}", inside) for own, inside in peft_modules(innermost(wrapper))]:
+            problems += _unmergeable(nested)
         elif _runs_several(wrapper):
             if (structure := _structure(wrapper)) not in compared:
                 compared[structure] = list(_merge_differences(wrapper))
@@ -213,12 +217,12 @@ def _unmergeable(wrappers: Iterable[tuple[str, Any]]) -> list[Problem]:
     return problems
 
 
+@torch.no_grad()
 def _merge_failures(name: str, wrapper: Any) -> Iterator[Problem]:
     """Try to merge a wrapper: a copy without values, or a real one if that fails, as some merges need values."""
     tensors = (*wrapper.parameters(), *wrapper.buffers())
     try:
-        with torch.no_grad():
-            _merged(wrapper, _copy(wrapper, {id(tensor): _on_meta(tensor) for tensor in tensors}))
+        _merged(wrapper, _copy(wrapper, {id(tensor): _on_meta(tensor) for tensor in tensors}))
     except _FAILURES:
         try:
             merged_weights(name, wrapper)
@@ -288,10 +292,10 @@ def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _foreign(model: nn.Module) -> dict[str, str]:
-    """Return PEFT's modules that wrap no module with weights (adaption prompts), with their classes, by name."""
+    """Return problems by name: PEFT's modules that wrap no module with weights (adaption prompts)."""
     wrappers = tuple(f"{name}." for name, _ in peft_modules(model))
     return {
-        name: type(module).__name__
+        name: f"is PEFT's {type(module).__name__}, which is merged into no weight"
         for name, module in own_modules(model)
         if type(module).__module__.partition(".")[0] == "peft" and not f"{name}.".startswith(wrappers)
     }
@@ -304,23 +308,19 @@ def _merged_ties(model: nn.Module, tied: Mapping[str, str]) -> tuple[dict[str, s
     """
     wrappers = {name: wrapper for name, wrapper in peft_modules(model) if not is_disabled(wrapper)}
 
-    def adapter_on(name: str) -> Any:
-        return next((wrapper for module, wrapper in wrappers.items() if name.startswith(f"{module}.")), None)
+    def memory_of_adapter_on(name: str) -> set[int] | None:
+        wrapper = next((wrapper for module, wrapper in wrappers.items() if name.startswith(f"{module}.")), None)
+        return None if wrapper is None else {part.untyped_storage().data_ptr() for part in wrapper.parameters()}
 
     ties, problems = {}, []
     for name, kept in tied.items():
-        first, second = adapter_on(name), adapter_on(kept)
+        first, second = memory_of_adapter_on(name), memory_of_adapter_on(kept)
         if (first is None) != (second is None):
             detail = f"is tied to {kept}, and only one of them has an adapter: they differ when it is merged"
             problems.append(Problem(ProblemKind.TIED, name, detail, advice=_TIED_ADVICE))
-        elif first is None or _memory_in(first) == _memory_in(second):
+        elif first == second:
             ties[name] = kept
     return ties, problems
-
-
-def _memory_in(wrapper: nn.Module) -> set[int]:
-    """Return the storage addresses of all parameters in a module."""
-    return {part.untyped_storage().data_ptr() for part in wrapper.parameters()}
 
 
 def _unreached(name: str, wrapper: Any) -> Iterator[Problem]:

@@ -172,6 +172,55 @@ def test_nested_adapters() -> None:
         torch.testing.assert_close(plain(ids).logits, model(ids).logits, atol=1e-4, rtol=1e-4)
 
 
+INSIDE_COPIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "copies": (
+        "VisionEncoderDecoderModel",
+        {
+            "target_modules": ["encoder.layers.0.attention.q_proj"],
+            "modules_to_save": ["word_embeddings", "decoder"],
+        },
+    ),
+    "LoRA": (
+        DENSE,
+        {
+            "target_modules": ["v_proj"],
+            "target_parameters": ["layers.1.self_attn.q_proj.weight"],
+            "modules_to_save": ["1"],
+        },
+    ),
+    "LoRA on experts": (
+        MIXTURE,
+        {"target_modules": ["v_proj"], "target_parameters": EXPERTS[:1], "modules_to_save": ["1"]},
+    ),
+}
+"""Adapter options that put copies or adapters inside a module that PEFT trains as a copy."""
+
+
+@pytest.mark.parametrize("name", INSIDE_COPIES)
+def test_export_of_adapters_inside_copied_module_matches_forward(name: str) -> None:
+    """PEFT's `merge_and_unload` leaves these in the model."""
+    architecture, options = INSIDE_COPIES[name]
+    model = adapted(architecture, lora(**options))
+    outer = [module for _, module in peft_modules(model) if hasattr(module, "modules_to_save")]
+    assert any(list(peft_modules(module.modules_to_save["default"])) for module in outer)
+    adapter = export_adapter(model)
+    sent = {key: tensor.clone() for key, tensor in adapter.iter_export(model)}
+    assert list(sent) == [key for key, *_ in adapter.export_plan()]
+    case = FamilyCase(registry.model_class(architecture))
+    plain = copy.deepcopy(case.model()).eval()
+    with torch.no_grad():
+        for parameter in plain.parameters():
+            parameter.zero_()
+    for key, tensor in plain.state_dict_adapter.from_hf(sent, strict=False).items():
+        owner, _, attribute = key.rpartition(".")
+        setattr(plain.get_submodule(owner), attribute, nn.Parameter(tensor))  # PEFT unties copies
+    inputs = case.inputs(length=8)
+    with torch.no_grad():
+        torch.testing.assert_close(plain(**inputs).logits, model(**inputs).logits, atol=1e-4, rtol=1e-4)
+    with model.disable_adapter():
+        assert_same(export(model), dict(case.model().state_dict_adapter.iter_export(case.model())))
+
+
 def test_export_adapter_of_model_without_adapters() -> None:
     model = FamilyCase(registry.model_class(DENSE)).model()
     assert export_adapter(model) is model.state_dict_adapter
