@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from nrl_models.common.config.causality import require_causal
 from nrl_models.common.documents.boundaries import columns_before, prompts_are_shared, starts_of
 from nrl_models.common.documents.media_positions import text_positions
 from nrl_models.common.forward.routing import places_unknown
@@ -123,7 +124,7 @@ def token_logprobs(
 
     Raises:
         HeadError: The model's head is not a scale or soft cap, and `chunk_size` is not None. Or it has an encoder, is a
-            masked language model, or computes other columns than `input_ids` (GIT with images).
+            masked language model, reads later tokens, or computes other columns than `input_ids` (GIT with images).
         ValueError: Shapes differ, the reference has another vocabulary, or a sampling parameter is out of range.
         UnknownArgumentError: Unsupported arguments (`use_cache=True`, `labels`, ...), see `NOT_TAKEN`. Also packed rows
             with PEFT's prompt learning or activated LoRA, and left padding while experts are recorded or replayed if
@@ -150,6 +151,7 @@ def token_logprobs(
     require_spelling(models[0].forward, inputs, ARGUMENTS)
     input_ids = input_ids.long()
     require_known_tokens(models, input_ids)
+    require_causal(wrapped, input_ids, inputs)
     require_planes(models, position_ids)
     position_ids = positions_of_boundaries(models[0], input_ids, attention_mask, position_ids, inputs)
     starting = text_positions(models[0], position_ids)

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
+from weakref import WeakKeyDictionary
 
+import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
 from nrl_models.common.config.positions import has_encoder
-from nrl_models.common.modules import innermost
+from nrl_models.common.forward.evaluation import evaluating
+from nrl_models.common.forward.routing import own_routing
+from nrl_models.common.modules import innermost, reads_complete_rows
+from nrl_models.errors import HeadError
 
 PREFIX_TYPES = "token_type_ids"
 """Argument of models with a bidirectional prefix (PaliGemma): 0 for the prefix, 1 for the tokens after it."""
@@ -69,3 +74,53 @@ def why_not_causal(model: nn.Module, inputs: Collection[str] = ()) -> str | None
     if getattr(text, "causal", None) is False:
         return "attends in both directions, because its configuration has causal=false (expected true)"
     return None
+
+
+def require_causal(models: Iterable[nn.Module], input_ids: torch.Tensor, inputs: Collection[str] = ()) -> None:
+    """Check by measurement that logits of models without a family do not depend on later tokens.
+
+    Families declare it in `limits`, and generated tests compare their classes. Each model is measured once.
+
+    Args:
+        models: The models; they may be wrapped.
+        input_ids: Token IDs that the models have, of any shape.
+        inputs: Names of the further arguments of their forwards.
+
+    Raises:
+        HeadError: If they do.
+    """
+    for model in models:
+        inner = innermost(model)
+        if hasattr(inner, "limits") or PREFIX_TYPES in inputs or reads_complete_rows(model):
+            continue
+        if model not in _sees_later_tokens:
+            _sees_later_tokens[model] = _logits_change(model, input_ids)
+        if _sees_later_tokens[model]:
+            raise HeadError(
+                f"{type(inner).__name__} attends in both directions: its logits of a token depend on later tokens; "
+                "expected a model that predicts each token from the tokens before it"
+            )
+
+
+_sees_later_tokens: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
+"""Whether logits of a model without a family depend on later tokens."""
+
+_MEASURED_TOKENS = 4
+
+
+@torch.no_grad()
+def _logits_change(model: nn.Module, input_ids: torch.Tensor) -> bool:
+    """Return True if logits of tokens change when the token after them changes; False without logits of text alone.
+
+    One forward has both rows, so that dynamic scales of quantization are the same.
+    """
+    row = input_ids.reshape(-1).repeat(_MEASURED_TOKENS)[:_MEASURED_TOKENS]
+    rows = row.repeat(2, 1)
+    rows[1, -1] = torch.where(row[-1] == 0, 1, 0)
+    try:
+        with evaluating(model), own_routing(model), torch.compiler.set_stance("force_eager"):
+            logits = model(input_ids=rows, use_cache=False).logits[:, :-1]
+    except Exception:  # of any type: the text may need images, and classes report that differently
+        return False
+    tolerance = 8 * torch.finfo(logits.dtype).eps * max(1.0, logits.abs().nan_to_num(posinf=0.0).max().item())
+    return not torch.allclose(logits[0].float(), logits[1].float(), rtol=0.0, atol=tolerance, equal_nan=True)
