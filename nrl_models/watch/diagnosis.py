@@ -8,7 +8,7 @@ parameters, or in decoding.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 import torch
 
@@ -99,7 +99,7 @@ def _stale(evidence: DriftEvidence, found: float) -> Finding | None:
             message = f"the engine computes with the weights of version {version} and not {evidence.sync.version}"
             divergence = measured.divergence()
             names = () if divergence is None else (divergence.module,)
-            return Finding(cause=Cause.STALE_WEIGHTS, message=message, names=names)
+            return Finding(cause=Cause.STALE_WEIGHTS, message=message, names=names, values={"engine_version": version})
     return None
 
 
@@ -115,7 +115,8 @@ def _rescaled(evidence: DriftEvidence, found: float) -> Finding | None:
     for factor, words in ADAPTER_SCALES.items():
         if explains(measured.with_adapter_scale(factor), measured.engine_probes, found):
             message = f"the engine's log-probabilities are those of the trainer with its {words}"
-            return Finding(cause=Cause.ADAPTER_SCALE, message=message)
+            values = {"adapter_scale": 1.0} if factor is None else {"adapter_factor": factor}
+            return Finding(cause=Cause.ADAPTER_SCALE, message=message, values=values)
     return None
 
 
@@ -165,18 +166,19 @@ def _routing(evidence: DriftEvidence, found: float) -> Finding | None:
         return None
     if divergence.module not in evidence.measured.routers():
         return None
-    return Finding(cause=Cause.ROUTING, message=f"the first difference is {divergence}", names=(divergence.module,))
+    message, values = f"the first difference is {divergence}", {"module_error": divergence.error}
+    return Finding(cause=Cause.ROUTING, message=message, names=(divergence.module,), values=values)
 
 
 def _module(evidence: DriftEvidence, found: float) -> Finding | None:
     divergence = evidence.measured.divergence()
     if divergence is None:
         return None
-    names = (divergence.module,)
+    names, values = (divergence.module,), {"module_error": divergence.error}
     if evidence.agreed_at is not None:
         message = f"trainer and engine differ since sync {evidence.sync.version}, first {divergence}"
-        return Finding(cause=Cause.MISSING_WEIGHTS, message=message, names=names)
-    return Finding(cause=Cause.ENGINE, message=f"the first difference is {divergence}", names=names)
+        return Finding(cause=Cause.MISSING_WEIGHTS, message=message, names=names, values=values)
+    return Finding(cause=Cause.ENGINE, message=f"the first difference is {divergence}", names=names, values=values)
 
 
 def _by_history(evidence: DriftEvidence, found: float) -> Finding:
@@ -207,18 +209,18 @@ def _of_samples(evidence: DriftEvidence) -> Iterator[Finding]:
         loop_sampling = _other_sampling(evidence, trainer, found)
         if loop_sampling is not None:
             message = f"the loop's log-probabilities are those of {loop_sampling}, the engine's of {evidence.sampling}"
-            yield Finding(cause=Cause.SAMPLING, message=message)
+            yield Finding(cause=Cause.SAMPLING, message=message, values=asdict(loop_sampling))
         metrics = evidence.metrics
         if metrics is not None and metrics.only_padded:
             message = f"rows with padding differ by {metrics.padded_ratio:.3g} times as much as rows without"
-            yield Finding(cause=Cause.PADDING, message=message)
+            yield Finding(cause=Cause.PADDING, message=message, values={"padded_ratio": metrics.padded_ratio})
         yield Finding(
             cause=Cause.TRAINER, message="the model, scored without padding, agrees with the engine; the loop does not"
         )
     other = _other_sampling(evidence, engine, found)
     if other is not None:
         message = f"the engine samples with {other}, the trainer computes {evidence.sampling}"
-        yield Finding(cause=Cause.SAMPLING, message=message)
+        yield Finding(cause=Cause.SAMPLING, message=message, values=asdict(other))
     if (where := _shift(trainer, engine, found)) is not None:
         yield Finding(cause=Cause.SHIFTED, message=f"the engine's log-probabilities are those of the token {where}")
     if explains(measured.prefill(width), trainer, found):
@@ -263,7 +265,7 @@ def _of_metrics(evidence: DriftEvidence, metrics: StepMetrics) -> Iterator[Findi
     sync = evidence.sync
     if metrics.only_padded:
         message = f"rows with padding differ by {metrics.padded_ratio:.3g} times as much as rows without"
-        yield Finding(cause=Cause.PADDING, message=message)
+        yield Finding(cause=Cause.PADDING, message=message, values={"padded_ratio": metrics.padded_ratio})
     before = [step.excess for step in evidence.history]
     if before and evidence.steps_since_sync > 1 and sync.count > 0:
         message = f"the error grew from {worst_of(before):.3g} to {metrics.excess:.3g} with the weights of one sync"
@@ -275,7 +277,7 @@ def _of_metrics(evidence: DriftEvidence, metrics: StepMetrics) -> Iterator[Findi
         yield Finding(cause=Cause.ENGINE, message=message)
     if metrics.grows:
         message = f"the error of the last quarter of positions is {metrics.growth:.3g} times that of the first"
-        yield Finding(cause=Cause.CACHE, message=message)
+        yield Finding(cause=Cause.CACHE, message=message, values={"growth": metrics.growth})
     if before and sync.count > 0:
         message = f"the error jumped from {worst_of(before):.3g} to {metrics.excess:.3g} at sync {sync.version}"
         yield Finding(cause=Cause.MISSING_WEIGHTS, message=message)

@@ -230,7 +230,7 @@ def replay_watch(contents: Contents) -> Replay:
     checks += recomputed(contents, observed)
     again = [finding.to_json() for finding in found]
     causes = ", ".join(f"{finding.level}: {finding.cause}" for finding in found)
-    checks.append(compared("findings", values["findings"], again, causes))
+    checks.append(compared("findings", values["findings"], again, causes, ("message", "advice")))
     return Replay(
         kind=contents.kind,
         title=values["title"],

@@ -94,9 +94,8 @@ def replay_consistency(contents: Contents) -> Replay:
     shown = ", ".join(f"{'NaN' if error is None else shown_error(error)} of {party}" for party, error in errors.items())
     checks = [compared("metrics", values["metrics"], metrics, f"token_mult_prob_error {shown}")]
     checks += recomputed(contents, observed)
-    recorded = {name: value for name, value in values["verdict"].items() if name != "summary"}
-    found = {name: value for name, value in verdict.to_json().items() if name != "summary"}
-    checks.append(compared("verdict", recorded, found, str(verdict.kind)))
+    prose = ("summary", "message", "detail")
+    checks.append(compared("verdict", values["verdict"], verdict.to_json(), str(verdict.kind), prose))
     return Replay(
         kind=contents.kind,
         title=values["title"],

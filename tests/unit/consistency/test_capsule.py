@@ -293,6 +293,58 @@ def test_replay_of_modified_tensor_fails(capsules: dict[str, tuple[Path, Verdict
     assert part in {check.name for check in replay.checks if not check.passed}
 
 
+def with_verdict(capsule: Path, change: Callable[[dict[str, Any]], None]) -> Contents:
+    """Return the capsule with another recorded verdict."""
+    contents = Contents.read(capsule)
+    change(contents.values["verdict"])
+    return contents
+
+
+def nudge_numbers_in_text(verdict: dict[str, Any]) -> None:
+    verdict["summary"] = verdict["summary"].replace("First divergence", "The first divergence")
+    verdict["divergence"]["detail"] = "its output is the expected one times 1.00002"
+
+
+def nudge_error(verdict: dict[str, Any]) -> None:
+    verdict["divergence"]["error"] *= 1 + 1e-5
+
+
+def change_error(verdict: dict[str, Any]) -> None:
+    verdict["divergence"]["error"] *= 1 + 1e-3
+
+
+def rename_module(verdict: dict[str, Any]) -> None:
+    verdict["divergence"]["module"] = "model.layers.1.00001.input_layernorm"
+
+
+def rename_weight(verdict: dict[str, Any]) -> None:
+    verdict["divergence"]["after"] = verdict["divergence"]["after"].replace("layers.0", "layers.0e0")
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        (nudge_numbers_in_text, None),
+        (nudge_error, None),
+        (change_error, "divergence.error"),
+        (rename_module, "divergence.module"),
+        (rename_weight, "divergence.after"),
+    ],
+    ids=lambda each: getattr(each, "__name__", each),
+)
+def test_replay_compares_fields_and_not_sentences(
+    change: Callable[[dict[str, Any]], None], field: str | None, capsules: dict[str, tuple[Path, Verdict]]
+) -> None:
+    """Sentences have rounded numbers, whose last digit may differ on another processor. Names are compared exactly."""
+    (check,) = (
+        check
+        for check in replay_consistency(with_verdict(capsules["norm-epsilon"][0], change)).checks
+        if check.name == "verdict"
+    )
+    assert check.passed is (field is None)
+    assert field is None or check.detail.startswith(f"{field} was ")
+
+
 def test_replay_verdict_follows_modified_tensor(capsules: dict[str, tuple[Path, Verdict]]) -> None:
     contents = Contents.read(capsules["not-finite"][0])
     contents.tensors["logprobs/engine prefill"] = contents.tensors["logprobs/engine decode"]

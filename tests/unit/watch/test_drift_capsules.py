@@ -205,6 +205,34 @@ def test_replay_of_modified_capsule_fails(capsules: dict[str, tuple[Path, DriftE
     assert not replay_watch(contents).passed
 
 
+def change_value(finding: dict[str, Any], name: str, value: float) -> None:
+    finding["values"][name] = value
+
+
+@pytest.mark.parametrize(
+    ("drift", "change", "different"),
+    [
+        ("temperature", lambda finding: finding.update(message="the engine samples with temperature 0.70001"), None),
+        ("temperature", lambda finding: finding["values"].pop("temperature"), None),  # an earlier version wrote it
+        ("temperature", lambda finding: change_value(finding, "temperature", 0.8), "values.temperature"),
+        ("temperature", lambda finding: change_value(finding, "top_k", 5), "values.top_k"),
+        ("norm-epsilon", lambda finding: finding.update(names=["model.layers.1.00001.input_layernorm"]), "names"),
+        ("norm-epsilon", lambda finding: change_value(finding, "module_error", 0.9), "values.module_error"),
+    ],
+)
+def test_replay_compares_fields_of_findings(
+    drift: str,
+    change: Callable[[dict[str, Any]], Any],
+    different: str | None,
+    capsules: dict[str, tuple[Path, DriftError]],
+) -> None:
+    contents = Contents.read(capsules[drift][0])
+    change(contents.values["findings"][0])
+    (check,) = (check for check in replay_watch(contents).checks if check.name == "findings")
+    assert check.passed is (different is None)
+    assert different is None or check.detail.startswith(f"{different} was ")
+
+
 def test_replay_command(capsules: dict[str, tuple[Path, DriftError]]) -> None:
     result = CliRunner().invoke(app, ["replay", str(capsules["temperature"][0])])
     assert result.exit_code == 0, result.output
