@@ -7,18 +7,18 @@ be recorded.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import nullcontext, suppress
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from nrl_models.common.checkpoint.resolve_folder import folder_on_disk
 from nrl_models.common.dtypes import dtype_name
-from nrl_models.engines.base import Engine
 from nrl_models.engines.engine_types import (
     BUCKET_BYTES,
     LOGITS,
@@ -32,18 +32,21 @@ from nrl_models.engines.engine_types import (
 )
 from nrl_models.engines.input_checks import require_recordable
 from nrl_models.engines.transfer.transports import LOCAL, Transport, message_of
-from nrl_models.engines.vllm.vllm_faults import discard_requests, end_waiting_on_death
-from nrl_models.engines.vllm.vllm_images import ImageCalls, takes_raw_images, with_images
+from nrl_models.engines.vllm.vllm_calls import VLLMCalls
+from nrl_models.engines.vllm.vllm_images import ImageCalls, takes_raw_images
 from nrl_models.engines.vllm.vllm_lora import load_adapter
 from nrl_models.engines.vllm.vllm_outputs import samples_from, scores_from
-from nrl_models.engines.vllm.vllm_start import free_vllm, import_vllm, start_vllm, vllm_version
-from nrl_models.errors import EngineError, one_line
+from nrl_models.engines.vllm.vllm_start import free_vllm, start_vllm, vllm_version
+from nrl_models.errors import EngineError
 from nrl_models.inputs.images import image_token
 from nrl_models.inputs.tokenizers import end_tokens
 from nrl_models.logprobs.sampling import Sampling
 
+if TYPE_CHECKING:
+    from vllm import LLM
 
-class VLLMEngine(Engine):
+
+class VLLMEngine(VLLMCalls):
     """A running vLLM.
 
     Args:
@@ -53,20 +56,15 @@ class VLLMEngine(Engine):
 
     name = "vllm"
     sampled_per_score = 1
-    _processing: dict[str, Any] | None = None
 
-    def __init__(self, llm: Any, path: str | Path = "") -> None:
-        self.llm, self.path = llm, str(path)
-        self.config = config = llm.llm_engine.vllm_config
-        self._adapter: Any = None
+    def __init__(self, llm: LLM, path: str | Path = "") -> None:
+        super().__init__(llm)
+        self.path = str(path)
         self._adapters = 0
-        self._in_process = not type(llm.llm_engine.engine_core).__name__.startswith(("Sync", "MP", "Async"))
         self.bucket_bytes = None if self._in_process else BUCKET_BYTES
-        if not self._in_process:
-            end_waiting_on_death(llm.llm_engine.engine_core)
-        if config.model_config.logprobs_mode != "processed_logprobs":
+        if (mode := self.config.model_config.logprobs_mode) != "processed_logprobs":
             raise EngineError(
-                f"this vLLM returns {config.model_config.logprobs_mode}: start it with "
+                f"this vLLM returns {mode}: start it with "
                 "logprobs_mode='processed_logprobs', so that log-probabilities are those of the sampling distribution"
             )
 
@@ -249,23 +247,24 @@ class VLLMEngine(Engine):
             for bucket in sent:
                 with message_of(bucket, transport) as message:
                     self._call("nrl_refit_load", message, digests)
-            found = self._call("nrl_refit_finish")
+            answers = self._call("nrl_refit_finish")
         except BaseException:  # including errors of the iterator
             self._changed = True
             with suppress(Exception):  # an engine that has died
-                self._changed = bool(self._call("nrl_refit_abandon"))
+                self._changed = any(self._call("nrl_refit_abandon"))
                 self.llm.reset_prefix_cache()
             raise
         self.llm.reset_prefix_cache()  # it was computed with the old weights
-        return found
+        left = {key: _merged(answer[key] for answer in answers) for key in ("unwritten", "stale_buffers")}
+        return {"digests": answers[0]["digests"]} | left  # every worker receives all tensors
 
     def note_weights(self) -> bool:
         """Record the weights that the last refit wrote, see `Engine.note_weights`."""
-        return bool(self._call("nrl_note_weights"))
+        return all(self._call("nrl_note_weights"))
 
     def unchanged_weights(self) -> list[str]:
         """Return the names of weights that did not change since they were recorded, see `Engine.unchanged_weights`."""
-        return list(self._call("nrl_unchanged_weights"))
+        return _merged(self._call("nrl_unchanged_weights"))
 
     def module_calls(self, tokens: Tokens, *, decode_last: bool = False) -> dict[str, ModuleCall]:
         """Record module calls, see `Engine.module_calls`. `decode_last` requires a greedily decoded last token."""
@@ -283,7 +282,7 @@ class VLLMEngine(Engine):
                 self.llm.reset_prefix_cache()  # cached tokens would not be computed
                 self._run([tokens], [self._parameters(temperature=0.0, max_tokens=1)])
         finally:
-            calls = self._call("nrl_record_finish")
+            calls: dict[str, ModuleCall] = self._call("nrl_record_finish")[0]
         calls.pop("", None)
         if "logits_processor" in calls:
             calls[LOGITS] = calls.pop("logits_processor")
@@ -304,7 +303,7 @@ class VLLMEngine(Engine):
         try:
             self._run([tokens], [self._parameters(temperature=0.0, max_tokens=1)], [images])
         finally:
-            calls: ImageCalls = self._call("nrl_images_finish")
+            calls: ImageCalls = self._call("nrl_images_finish")[0]
         return calls
 
     def close(self) -> None:
@@ -316,35 +315,7 @@ class VLLMEngine(Engine):
         del llm
         free_vllm(self._in_process)
 
-    def _parameters(self, **options: Any) -> Any:
-        return import_vllm().SamplingParams(detokenize=False, **options)
 
-    def _process_logits(self, processing: dict[str, Any] | None) -> None:
-        """Set how the workers process logits. Does nothing if the last call for this was complete and the same."""
-        if processing != self._processing:
-            self._processing = {}  # unknown, if this is interrupted
-            self._call("nrl_process_logits", processing)
-            self._processing = processing
-
-    def _run(
-        self, prompts: Sequence[Tokens], requests: Sequence[Any], images: Any = None, processing: Any = None
-    ) -> list[Any]:
-        self._process_logits(processing)
-        try:
-            # vLLM compiles a helper of its sampler, which takes longer than a small check.
-            eager = self._in_process and self.config.model_config.enforce_eager
-            with torch.compiler.set_stance("force_eager") if eager else nullcontext():
-                inputs = with_images(prompts, images)
-                return self.llm.generate(inputs, list(requests), use_tqdm=False, lora_request=self._adapter)
-        except BaseException as error:
-            discard_requests(self.llm, in_process=self._in_process)
-            if not isinstance(error, Exception):  # Ctrl-C
-                raise
-            raise EngineError(f"vLLM failed: {one_line(error)}") from error  # including the death of its engine
-
-    def _call(self, method: str, *args: Any) -> Any:
-        """Call a method of every worker. Returns the first worker's result."""
-        try:
-            return self.llm.collective_rpc(method, args=args)[0]
-        except Exception as error:  # any error of vLLM, including the death of its engine
-            raise EngineError(f"vLLM failed: {one_line(error)}") from error
+def _merged(answers: Iterable[Iterable[str]]) -> list[str]:
+    """Return the names in the answers of all workers, which have different layers or parts of layers."""
+    return list(dict.fromkeys(chain.from_iterable(answers)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from nrl_models.engines.vllm import vllm_engine
+from nrl_models.engines.vllm import vllm_calls, vllm_engine
 from nrl_models.engines.vllm.vllm_engine import VLLMEngine
 from nrl_models.engines.vllm.vllm_worker import ConsistencyWorker
 from nrl_models.errors import EngineError, MixedWeightsError
@@ -76,10 +76,10 @@ class StandIn:
 
 @pytest.fixture
 def engine(monkeypatch: pytest.MonkeyPatch) -> VLLMEngine:
-    monkeypatch.setattr(vllm_engine, "import_vllm", lambda: SimpleNamespace(SamplingParams=dict))
+    monkeypatch.setattr(vllm_calls, "import_vllm", lambda: SimpleNamespace(SamplingParams=dict))
     monkeypatch.setattr(vllm_engine, "free_vllm", lambda _: None)
     monkeypatch.setattr(vllm_engine, "takes_raw_images", lambda _: True)
-    monkeypatch.setattr(vllm_engine, "with_images", lambda prompts, _: prompts)
+    monkeypatch.setattr(vllm_calls, "with_images", lambda prompts, _: prompts)
     for name in ("samples_from", "scores_from"):
         monkeypatch.setattr(vllm_engine, name, lambda *_, **__: [])
     return VLLMEngine(StandIn())
@@ -139,6 +139,36 @@ def test_image_calls_after_failed_refit_raise(engine: VLLMEngine, monkeypatch: p
         engine.refit([])
     with pytest.raises(MixedWeightsError, match="left 1 tensors unwritten: bias"):
         engine.image_calls([1], [])
+
+
+def test_weights_of_all_workers_are_reported(engine: VLLMEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under tensor and pipeline parallelism, a weight may be unwritten or unchanged in one worker only."""
+    refit_answers = [
+        {"digests": {"a": "1"}, "unwritten": (), "stale_buffers": ("b",)},
+        {"digests": {"a": "1"}, "unwritten": ("q", "k"), "stale_buffers": ()},
+        {"digests": {"a": "1"}, "unwritten": ("k",), "stale_buffers": ("b",)},
+    ]
+    answers: dict[str, list[Any]] = {
+        "nrl_note_weights": [True, False],
+        "nrl_unchanged_weights": [["a"], ["a", "b (1 of 2 rows)"]],
+        "nrl_refit_finish": refit_answers,
+        "nrl_refit_abandon": [False, True],
+    }
+    monkeypatch.setattr(engine.llm, "collective_rpc", lambda method, args=(): answers.get(method, [None, None]))
+    monkeypatch.setattr(engine.llm, "reset_prefix_cache", lambda: None, raising=False)
+    assert engine.note_weights() is False
+    assert engine.unchanged_weights() == ["a", "b (1 of 2 rows)"]
+    report = engine.refit([("a", LOGITS)], partial=True)
+    assert (report.digests, report.unwritten, report.stale_buffers) == ({"a": "1"}, ("q", "k"), ("b",))
+
+    def failing() -> Iterator[tuple[str, torch.Tensor]]:
+        raise OSError("disk")
+        yield
+
+    with pytest.raises(OSError, match="disk"):
+        engine.refit(failing())
+    with pytest.raises(MixedWeightsError):  # the second worker has new weights
+        engine.score([[0, 1]], Sampling())
 
 
 @pytest.mark.parametrize("number", range(5))
