@@ -22,14 +22,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from nrl_models import AutoModelForCausalLM
 
 
-def main(accelerator: Accelerator | None = None) -> list[float]:
+def main(arguments: list[str] | None = None) -> list[float]:
     """Train three steps on random tokens and save. Returns the losses of this rank."""
     parser = argparse.ArgumentParser()
     parser.add_argument("checkpoint")
     parser.add_argument("out")
     parser.add_argument("--beforehand", action="store_true")
-    options = parser.parse_args()
-    accelerator = accelerator or Accelerator()
+    options = parser.parse_args(arguments)
+    accelerator = Accelerator()
     mesh = None
     if options.beforehand:
         mesh = init_device_mesh(accelerator.device.type, (accelerator.num_processes,), mesh_dim_names=("fsdp",))

@@ -48,46 +48,6 @@ def examples(count: int) -> list[dict[str, Any]]:
     return [{"input_ids": row, "attention_mask": [1] * 12, "labels": row} for row in rows]
 
 
-# accelerate
-
-
-WRAP = ["--fsdp_auto_wrap_policy", "TRANSFORMER_BASED_WRAP"]
-WRAP += ["--fsdp_transformer_layer_cls_to_wrap", "LlamaDecoderLayer"]
-
-
-def launch(policy: list[str], script: str, *arguments: str, **environment: str) -> None:
-    """Run a script under `accelerate launch` with FSDP2 over two processes."""
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "2", "--num_machines", "1"]
-    command += ["--mixed_precision", "no", "--dynamo_backend", "no", "--use_fsdp", "--fsdp_version", "2"]
-    command += ["--main_process_port", "0", "--fsdp_state_dict_type", "FULL_STATE_DICT", *policy]
-    command += [str(SCRIPTS / script), *arguments]
-    paths = os.pathsep.join([str(EXAMPLES), *filter(None, [os.environ.get("PYTHONPATH")])])
-    environment = {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "PYTHONPATH": paths, **environment}
-    completed = subprocess.run(command, env=os.environ | environment, timeout=580, capture_output=True, text=True)
-    assert completed.returncode == 0, completed.stderr[-6000:]
-
-
-def trained(out: Path, checkpoint: Path, policy: list[str], *arguments: str) -> list[list[float]]:
-    """Return the losses of each rank of `examples/accelerate_fsdp2.py`."""
-    launch(policy, "accelerate_on_cpu.py", str(checkpoint), str(out), *arguments, LOSSES=f"{out}.losses")
-    return [json.loads(Path(f"{out}.losses.{rank}").read_text()) for rank in range(2)]
-
-
-def test_accelerate_launch_with_fsdp2(tmp_path: Path) -> None:
-    # No biases: the gradient of a key bias is only rounding, which Adam amplifies to a full step.
-    checkpoint = tmp_path / "llama"
-    setting.case_of("LlamaForCausalLM").reference().save_pretrained(checkpoint)
-    theirs = trained(tmp_path / "theirs", checkpoint, WRAP)
-    ours = trained(tmp_path / "ours", checkpoint, ["--fsdp_auto_wrap_policy", "NO_WRAP"], "--beforehand")
-    for record, other in zip(theirs, ours, strict=True):
-        assert record == pytest.approx(other, abs=1e-5)
-    before, first, second = stored(checkpoint), stored(tmp_path / "theirs"), stored(tmp_path / "ours")
-    assert sorted(first) == sorted(second) == sorted(before)
-    for name, tensor in first.items():
-        torch.testing.assert_close(second[name], tensor, atol=1e-4, rtol=0)
-        assert not torch.equal(tensor, before[name])
-
-
 # transformers
 
 
@@ -290,7 +250,7 @@ def test_trl_grpo(checkpoint: Path, tmp_path: Path, tokenizer: Any) -> None:
     assert any(not torch.equal(tensor, before[name]) for name, tensor in weights[1][1].items())
 
 
-# Trainer and TRL, sharded
+# accelerate, Trainer and TRL, sharded
 
 
 @dataclass(frozen=True)
@@ -314,12 +274,27 @@ def plain_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def launch(script: str, *arguments: str) -> None:
+    """Run a script under `accelerate launch` with FSDP2 over two processes."""
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "2", "--num_machines", "1"]
+    command += ["--mixed_precision", "no", "--dynamo_backend", "no", "--use_fsdp", "--fsdp_version", "2"]
+    command += ["--fsdp_auto_wrap_policy", "TRANSFORMER_BASED_WRAP"]
+    command += ["--fsdp_transformer_layer_cls_to_wrap", "LlamaDecoderLayer"]
+    command += ["--main_process_port", "0", "--fsdp_state_dict_type", "FULL_STATE_DICT"]
+    command += [str(SCRIPTS / script), *arguments]
+    paths = os.pathsep.join([str(EXAMPLES), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "PYTHONPATH": paths}
+    completed = subprocess.run(command, env=os.environ | environment, timeout=580, capture_output=True, text=True)
+    assert completed.returncode == 0, completed.stderr[-6000:]
+
+
 @pytest.fixture(scope="session")
 def sharded_runs(plain_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, ShardedRun]:
-    """`Trainer`, SFT and GRPO of transformers' model and of ours. `Trainer` also resumes from its second step."""
+    """A training loop, `Trainer`, SFT and GRPO, sharded in several ways. Some also resume from their second step."""
     pytest.importorskip("trl")
     folder = tmp_path_factory.mktemp("sharded")
-    runs = {
+    runs = {f"loop-{by}": {"kind": "loop", "sharded_by": by} for by in ("accelerate", "us")}
+    runs |= {
         f"{kind}-{by}": {"kind": kind, "sharded_by": by}
         for kind in ("trainer", "sft", "grpo")
         for by in ("transformers", "accelerate", "us")
@@ -329,7 +304,7 @@ def sharded_runs(plain_checkpoint: Path, tmp_path_factory: pytest.TempPathFactor
     for kind, by in (("trainer", "accelerate"), ("trainer", "us"), ("sft", "us")):
         runs[f"{kind}-{by}-again"] = runs[f"{kind}-{by}"] | {"forget": "checkpoint-4"}
     (folder / "runs.json").write_text(json.dumps(list(runs.values())))
-    launch(WRAP, "trainers_on_cpu.py", str(folder / "runs.json"))
+    launch("trainers_on_cpu.py", str(folder / "runs.json"))
     first, second = (json.loads((folder / f"runs.json.{rank}").read_text()) for rank in range(2))
     assert first == second
     return {name: ShardedRun(Path(run["out"]), logged) for (name, run), logged in zip(runs.items(), first, strict=True)}
@@ -341,6 +316,17 @@ def assert_close_checkpoints(folder: Path, other: Path) -> None:
     assert sorted(first) == sorted(second)
     for name, tensor in first.items():
         torch.testing.assert_close(second[name], tensor, atol=1e-4, rtol=0)
+
+
+def test_accelerate_launch_with_fsdp2(sharded_runs: dict[str, ShardedRun], plain_checkpoint: Path) -> None:
+    theirs, ours = sharded_runs["loop-accelerate"], sharded_runs["loop-us"]
+    assert len(theirs.logged) == 6
+    assert theirs.of("loss")[:3] != theirs.of("loss")[3:], "both ranks had the same batches"
+    assert ours.of("loss") == pytest.approx(theirs.of("loss"), abs=1e-5)
+    assert_close_checkpoints(theirs.out, ours.out)
+    before = stored(plain_checkpoint)
+    assert before.keys() == stored(ours.out).keys()
+    assert not any(torch.equal(tensor, before[name]) for name, tensor in stored(theirs.out).items())
 
 
 @pytest.mark.parametrize("sharded_by", ["accelerate", "us"])

@@ -1,4 +1,4 @@
-"""Run `Trainer` and TRL's trainers under `accelerate launch` on CPUs, with the functions of the examples.
+"""Run accelerate, `Trainer` and TRL's trainers under `accelerate launch` on CPUs, with the functions of the examples.
 
     accelerate launch ... trainers_on_cpu.py RUNS.json
 
@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import accelerate_fsdp2
 import fsdp_on_cpu  # noqa: F401  FSDP on CPUs
 import grpo_trl
 import sft
@@ -23,7 +24,8 @@ import torch
 import torch.distributed as dist
 import trainer
 import transformers
-from accelerate import PartialState
+from accelerate import Accelerator, PartialState
+from accelerate.state import AcceleratorState
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -37,10 +39,10 @@ class Run:
     """One training run, sharded over all ranks.
 
     Args:
-        kind: `trainer`, `sft` or `grpo`.
+        kind: `loop`, `trainer`, `sft` or `grpo`. `loop` is the training loop of `accelerate_fsdp2.py`.
         checkpoint: The initial checkpoint.
         out: The output folder.
-        sharded_by: `transformers` for its own model, sharded by accelerate; `accelerate` or `us` for ours.
+        sharded_by: `transformers` for its own model, sharded by accelerate; `accelerate` or `us` for our model.
         forget: A checkpoint to remove first. The run then resumes from the last remaining one.
     """
 
@@ -51,11 +53,13 @@ class Run:
     forget: str | None = None
 
     def __call__(self) -> list[dict[str, float]]:
-        """Train. Returns the log of each step."""
+        """Train. Returns the log of each step; for `loop` the losses of rank 0, then those of rank 1."""
         if self.forget and dist.get_rank() == 0:
             shutil.rmtree(Path(self.out) / self.forget)
         dist.barrier()
         os.environ["FSDP_AUTO_WRAP_POLICY"] = "NO_WRAP" if self.sharded_by == "us" else "TRANSFORMER_BASED_WRAP"
+        if self.kind == "loop":
+            return self._loop()
         options = {}
         if self.sharded_by == "us":
             options["mesh"] = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("fsdp",))
@@ -71,6 +75,14 @@ class Run:
             for entry in trainer_with_model.state.log_history
             if "loss" in entry
         ]
+
+    def _loop(self) -> list[dict[str, float]]:
+        AcceleratorState._reset_state(reset_partial_state=True)  # reads the environment again
+        assert Accelerator().is_fsdp2
+        losses = accelerate_fsdp2.main([self.checkpoint, self.out, *(["--beforehand"] * (self.sharded_by == "us"))])
+        of_ranks: list[list[float]] = [[]] * dist.get_world_size()
+        dist.all_gather_object(of_ranks, losses)
+        return [{"loss": loss} for of_rank in of_ranks for loss in of_rank]
 
     def _trainer(self, model: Any) -> Any:
         options: dict[str, Any] = {"use_cpu": True, "bf16": False, "seed": 0, "max_steps": 4, "learning_rate": 1e-3}
