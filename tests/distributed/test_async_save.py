@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -77,36 +80,49 @@ def test_rank_crash_during_async_save_keeps_last_version(two: World, tmp_path: P
     assert two.run(partial(checkpoint.loaded_values, fsdp=2), str(tmp_path)) == [[1]] * 2
 
 
-def run_script(folder: Path, end: str) -> subprocess.CompletedProcess[str]:
-    """Run the script for one process."""
-    command = [sys.executable, str(Path(__file__).parent / "jobs" / "async_save_alone.py"), str(folder), end]
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+@dataclass(frozen=True)
+class Interpreter:
+    """An interpreter that has imported torch, and runs jobs/async_save_alone.py in forks."""
+
+    process: subprocess.Popen[str]
+
+    def run(self, folder: Path, end: str) -> tuple[int, str, str]:
+        """Save or load in a fork. Returns its exit status, stdout and stderr."""
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        print(json.dumps([str(folder), end]), file=self.process.stdin, flush=True)
+        status, output, errors = json.loads(self.process.stdout.readline())
+        return status, output, errors
+
+
+@pytest.fixture(scope="module")
+def interpreter() -> Iterator[Interpreter]:
+    command = [sys.executable, str(Path(__file__).parent / "jobs" / "async_save_alone.py")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        yield Interpreter(process)
+        process.kill()
 
 
 @pytest.mark.parametrize("end", ["exits", pytest.param("forks", marks=pytest.mark.long)])
-def test_interpreter_exit_waits_for_async_save(tmp_path: Path, end: str) -> None:
-    completed = run_script(tmp_path, end)
-    assert (completed.returncode, completed.stdout) == (0, "not done\n"), completed.stderr
+def test_interpreter_exit_waits_for_async_save(interpreter: Interpreter, tmp_path: Path, end: str) -> None:
+    status, output, errors = interpreter.run(tmp_path, end)
+    assert (status, output) == (0, "not done\n"), errors
     assert [path.name for path in tmp_path.iterdir()] == ["version-2"]
-    assert "was not saved" not in completed.stderr
-    assert run_script(tmp_path, "loads").stdout == "2 [2.0]\n"
+    assert "was not saved" not in errors
+    assert interpreter.run(tmp_path, "loads")[1] == "2 [2.0]\n"
 
 
-def test_failed_async_save_is_reported_at_exit(tmp_path: Path) -> None:
-    completed = run_script(tmp_path, "fails")
-    assert f"nrl_models: the last checkpoint was not saved into {tmp_path}\nSaveError: cannot save" in completed.stderr
-    assert "No space left on device" in completed.stderr
-    assert run_script(tmp_path, "loads").stdout == "1 [1.0]\n"
+def test_failed_async_save_is_reported_at_exit(interpreter: Interpreter, tmp_path: Path) -> None:
+    _, _, errors = interpreter.run(tmp_path, "fails")
+    assert f"nrl_models: the last checkpoint was not saved into {tmp_path}\nSaveError: cannot save" in errors
+    assert "No space left on device" in errors
+    assert interpreter.run(tmp_path, "loads")[1] == "1 [1.0]\n"
 
 
-def test_killed_async_save_keeps_last_version(tmp_path: Path) -> None:
-    command = [sys.executable, str(Path(__file__).parent / "jobs" / "async_save_alone.py"), str(tmp_path), "stalls"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        while (line := process.stdout.readline()) != "stalled\n":
-            assert line, "ended before"
-        process.send_signal(signal.SIGKILL)
+def test_killed_async_save_keeps_last_version(interpreter: Interpreter, tmp_path: Path) -> None:
+    status, _, errors = interpreter.run(tmp_path, "is killed")
+    assert status == -signal.SIGKILL, errors
     (partial_file,) = tmp_path.glob(".version-2*/weights-*")
     assert partial_file.stat().st_size > 0
-    assert run_script(tmp_path, "loads").stdout == "1 [1.0]\n"
+    assert interpreter.run(tmp_path, "loads")[1] == "1 [1.0]\n"
     assert [path.name for path in tmp_path.iterdir()] == ["version-2"], "the next save removes partial files"

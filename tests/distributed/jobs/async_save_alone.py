@@ -1,16 +1,19 @@
 """Save asynchronously in one process, and end in a certain way.
 
-    python async_save_alone.py FOLDER exits | fails | stalls | forks
+    python async_save_alone.py
 
-Saves a first version synchronously and a second one asynchronously. `exits` ends without waiting, `fails` has a full
-disk, `stalls` prints a line and stops in the middle of the weights, and `forks` saves again in a fork.
+Each line of stdin is a list in JSON: the arguments of `main`. A fork of this process runs it and exits like a script.
+Its exit status, stdout and stderr are printed as a list in JSON. A new interpreter would import torch for ten seconds.
 """
 
 from __future__ import annotations
 
 import errno
+import json
 import os
+import signal
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -27,7 +30,13 @@ from nrl_models.distributed.resume_checkpoints.background import finish_last
 
 
 def main(folder: str, end: str) -> None:
-    """Save two versions."""
+    """Save a first version synchronously and a second one asynchronously, or load a version and save the next.
+
+    Args:
+        folder: The folder of the versions.
+        end: `exits` ends without waiting, `fails` has a full disk, `is killed` ends in the middle of the weights,
+            `forks` saves again in a fork, and `loads` loads.
+    """
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     if end == "loads":
@@ -46,9 +55,8 @@ def main(folder: str, end: str) -> None:
         chunks += 1
         if chunks > 5 and end == "fails":
             raise OSError(errno.ENOSPC, "No space left on device")
-        if chunks > 5 and end == "stalls":
-            print("stalled", flush=True)
-            time.sleep(600)
+        if chunks > 5 and end == "is killed":
+            os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(0.02)
         write(*arguments)
 
@@ -66,5 +74,20 @@ def main(folder: str, end: str) -> None:
     dist.destroy_process_group()
 
 
+def serve() -> None:
+    """Fork for each line. Also returns in each fork."""
+    for line in sys.stdin:
+        with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
+            if (child := os.fork()) == 0:
+                os.dup2(output.fileno(), sys.stdout.fileno())
+                os.dup2(errors.fileno(), sys.stderr.fileno())
+                main(*json.loads(line))
+                return
+            status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+            for file in (output, errors):
+                file.seek(0)
+            print(json.dumps([status, output.read(), errors.read()]), flush=True)
+
+
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    serve()
