@@ -15,12 +15,14 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 
 from nrl_models import registry
 from nrl_models.distributed import load_checkpoint, parallelize, save_checkpoint
@@ -28,6 +30,7 @@ from nrl_models.errors import CheckpointError
 from nrl_models.testing.case import FamilyCase
 
 MODEL = FamilyCase(registry.model_class("LlamaForCausalLM"), torch.device("cpu"), {"num_hidden_layers": 1}).model()
+MODEL.state_dict_adapter  # noqa: B018  transformers creates its table of names once, so before the forks
 
 _hooks: list[Callable[[str], None]] = []
 
@@ -66,9 +69,15 @@ class Stopped(BaseException):
     """Ends a writer. It is not an Exception, so nothing catches it."""
 
 
-def values(number: int) -> tuple[Any, torch.optim.Optimizer]:
-    """Create a model, its configuration and an optimizer in which every value is `number`."""
-    model = parallelize(copy.deepcopy(MODEL), init_device_mesh("cpu", (1,), mesh_dim_names=("fsdp",)))
+@cache
+def sharded_model(user: str) -> Any:
+    """Create a model of this process: one for `writer`, one for `reader`, because a writer may run within a reader."""
+    return parallelize(copy.deepcopy(MODEL), init_device_mesh("cpu", (1,), mesh_dim_names=("fsdp",)))
+
+
+def values(number: int, user: str) -> tuple[Any, torch.optim.Optimizer]:
+    """Return a model, its configuration and a new optimizer in which every value is `number`."""
+    model = sharded_model(user)
     model.config.bos_token_id = number
     optimizer = torch.optim.AdamW(model.parameters(), lr=number)
     for parameter in model.parameters():
@@ -83,17 +92,17 @@ def values(number: int) -> tuple[Any, torch.optim.Optimizer]:
 
 
 def save(folder: Path, number: int) -> None:
-    save_checkpoint(folder, *values(number), {"step": number})
+    save_checkpoint(folder, *values(number, "writer"), {"step": number})
 
 
 def load(folder: Path) -> set[float]:
-    """Return the distinct values in a checkpoint."""
-    model, optimizer = values(99)
+    """Return the smallest and the largest value of each tensor in a checkpoint, its step and learning rate."""
+    model, optimizer = values(99, "reader")
     distinct = {load_checkpoint(folder, model, optimizer)["step"], optimizer.param_groups[0]["lr"]}
-    distinct |= {value for tensor in model.state_dict().values() for value in tensor.full_tensor().flatten().tolist()}
-    for state in optimizer.state.values():
+    for state in (model.state_dict(), *optimizer.state.values()):
         for tensor in state.values():
-            distinct |= set(getattr(tensor, "full_tensor", lambda tensor=tensor: tensor)().flatten().tolist())
+            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            distinct |= {local.min().item(), local.max().item()}
     return distinct
 
 
