@@ -10,6 +10,7 @@ from torch import nn
 
 from nrl_models.common.modules import is_at, own_modules
 from nrl_models.common.projections.group import LinearGroup
+from nrl_models.common.projections.obstacles import hooked_module
 from nrl_models.common.upstream_torch import current_graph_task_id
 
 FEW_SEQUENCES = 16
@@ -29,7 +30,8 @@ class CombinedProjections(nn.Module):
     - Missing linears are skipped: absent or None (a configuration without `q_a_proj`, a layer that reuses the
       keys of another layer), or wrapped in another module. A group needs at least two linears.
     - If only some linears have a bias, the larger part (with or without bias) is fused, and the others run separately.
-    - If a linear is wrapped later (by PEFT or a checkpoint wrapper), all linears of its group run separately.
+    - If a linear is wrapped later (by PEFT or a checkpoint wrapper), or a module inside has forward hooks, all linears
+      of its group run separately.
     - A class may serve both self-attention and cross-attention, whose linears read two inputs. `places` then restricts
       a group to some modules by a part of their dotted names (`crossattention`).
 
@@ -80,11 +82,11 @@ class CombinedProjections(nn.Module):
         # Not in a backward pass: a checkpoint runs this again, and must compute the same as before.
         if self._join_when_run and current_graph_task_id() == -1:
             self.join_projections()
-        decodes = _is_step_of_decoding(args, kwargs)
+        separate = _is_step_of_decoding(args, kwargs) or hooked_module(self) is not None
         running = [
             (group, run)
             for group in self._groups
-            if (group.always_answers or not decodes) and not group.wrapped(self) and (run := group.begin()) is not None
+            if (group.always_answers or not separate) and not group.wrapped(self) and (run := group.begin()) is not None
         ]
         if not running:
             return super().forward(*args, **kwargs)

@@ -34,6 +34,7 @@ from nrl_models.common.projections.obstacles import (
     Obstacle,
     ObstacleKind,
     difference_between,
+    hooked_module,
     obstacle_to_calls,
     why_unfit,
 )
@@ -216,6 +217,8 @@ class LinearGroup(nn.Module):
             return Obstacle(ObstacleKind.MOVED, message)
         if obstacle := obstacle_to_calls(self.linears):
             return obstacle
+        if owner is not None and not self.always_answers and (name := hooked_module(owner)):
+            return Obstacle(ObstacleKind.HOOK, f"{name} has forward hooks, which may run between their calls")
         if uncalled := ", ".join(self._uncalled):
             message = f"ran separately, or not at all, while others used the fused matmul: {uncalled}"
             return Obstacle(ObstacleKind.UNCALLED, message)

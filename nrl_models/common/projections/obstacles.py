@@ -78,6 +78,21 @@ def obstacle_to_calls(linears: Mapping[str, nn.Linear]) -> Obstacle | None:
     return None
 
 
+def hooked_module(owner: nn.Module) -> str | None:
+    """Return the name of a module inside the parent of a group that has forward hooks; None if none has.
+
+    A hook between calls of the linears may change weights without detection (`weight.data.mul_(2)`).
+    """
+    for name, module in owner._modules.items():
+        if module is None:
+            continue
+        if module._forward_hooks or module._forward_pre_hooks:
+            return name
+        if module._modules and (inside := hooked_module(module)):
+            return f"{name}.{inside}"
+    return None
+
+
 def why_unfit(parameter: torch.Tensor, memory: torch.Tensor | None) -> str:
     """Return why a parameter with this memory cannot share a buffer; empty if it can."""
     if memory is None:

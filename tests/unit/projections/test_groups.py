@@ -31,6 +31,7 @@ from toy_attention import (
     outcome,
 )
 
+from nrl_models import registry
 from nrl_models.common.projections import (
     CombinedGateUp,
     CombinedProjections,
@@ -42,6 +43,7 @@ from nrl_models.common.projections import (
     groups_of,
     report,
 )
+from nrl_models.testing.case import FamilyCase
 
 Forward = Callable[[Any, torch.Tensor], torch.Tensor]
 
@@ -550,6 +552,29 @@ def test_global_hooks_run_for_every_linear(plain: Attention, combined: CombinedA
         assert len(seen) == 8
 
 
+def _grow(weight: nn.Parameter, *_: Any) -> None:
+    weight.data.mul_(1.1)
+
+
+@pytest.mark.parametrize("edited", ["k_proj", "v_proj"])
+@pytest.mark.parametrize("pre", [False, True], ids=["hook", "pre-hook"])
+def test_hook_between_linears_that_edits_data(edited: str, pre: bool) -> None:
+    """Qwen3 normalizes queries before it calls the next linear. Edits of `data` have no version counter."""
+    case = FamilyCase(registry.model_class("Qwen3ForCausalLM"))
+    results = []
+    for original in (case.model(), case.reference()):
+        model = copy.deepcopy(original)
+        attention = model.model.layers[0].self_attn
+        weight = getattr(attention, edited).weight
+        edit = partial(_grow, weight)
+        (attention.q_norm.register_forward_pre_hook if pre else attention.q_norm.register_forward_hook)(edit)
+        for _ in range(2):
+            logits = model(**case.inputs(length=8), use_cache=False).logits
+        logits.square().mean().backward()
+        results.append((logits.detach(), {name: part.grad for name, part in model.named_parameters()}))
+    torch.testing.assert_close(*results, rtol=1e-4, atol=1e-5)
+
+
 def test_forward_hook_on_group(plain: Attention, combined: CombinedAttention, x: torch.Tensor) -> None:
     seen = []
     combined.qkv_proj.register_forward_hook(lambda group, args, outputs: seen.append((args[0], len(outputs))))
@@ -575,8 +600,8 @@ def test_error_in_hook_resets_group_state(plain: Attention, combined: CombinedAt
 
 
 def test_outputs_are_released_after_last_linear(combined: CombinedAttention, x: torch.Tensor) -> None:
-    held = []
-    combined.o_proj.register_forward_pre_hook(lambda *_: held.extend(combined.qkv_proj._run.outputs))
+    held, last = [], combined.o_proj.forward
+    combined.o_proj.forward = lambda states: held.extend(combined.qkv_proj._run.outputs) or last(states)
     combined(x)
     assert held == [None] * 3
 
