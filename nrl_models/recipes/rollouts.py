@@ -109,8 +109,9 @@ class PolicyLoop:
             seed: Random seed of the sampling.
 
         Returns:
-            The metrics in `nrl_models.recipes.recipe.POLICY_METRICS`. Differences between engine and trainer refer to
-            the weights of the previous refit.
+            The metrics in `nrl_models.recipes.recipe.POLICY_METRICS` that have a value: `reward` needs a finite reward,
+            `loss` a group to train on. Differences between engine and trainer refer to the weights of the previous
+            refit.
 
         Raises:
             DriftError: If trainer and engine differ, and the watch fails.
@@ -127,8 +128,10 @@ class PolicyLoop:
             report = self.engine.refit(self.model.state_dict_adapter.iter_export(self.model), digests=False)
         else:
             report = self.watch.refit()
+        finite = rollouts.rewards[rollouts.rewards.isfinite()]
+        if len(finite):
+            found["reward"] = finite.mean().item()
         return found | {
-            "reward": rollouts.rewards[rollouts.rewards.isfinite()].mean().item(),
             "ended": rollouts.ended,
             "tokens": rollouts.tokens,
             "groups": float(len(rollouts.samples) // self.group),

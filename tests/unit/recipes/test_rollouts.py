@@ -364,6 +364,43 @@ def test_non_finite_advantages_raise_or_are_skipped(make: Callable[..., PolicyLo
     assert weights(loop).isfinite().all()
 
 
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("name", ["grpo", "dapo"])
+def test_step_without_finite_rewards_changes_nothing(make: Callable[..., PolicyLoop], name: str, value: float) -> None:
+    loop = make(name, reward=lambda row, completion, ended: value, on_non_finite="skip")
+    before = weights(loop)
+    metrics = loop.step(questions(), 2, seed=0)
+    assert metrics["skipped"] == (2 * loop.settings.dynamic_sampling or 2)
+    assert metrics["groups"] == 0
+    assert not {"reward", "loss", "token_mult_prob_error"} & metrics.keys(), "they have no value"
+    assert all(map(math.isfinite, metrics.values()))
+    assert torch.equal(weights(loop), before)
+    loop = dataclasses.replace(loop, reward=lambda row, completion, ended: float(len(completion) % 3))
+    assert math.isfinite(loop.step(questions(), 2, seed=1)["reward"])
+
+
+def test_update_of_overflowing_rewards_is_skipped(make: Callable[..., PolicyLoop]) -> None:
+    """Each reward and advantage is finite in fp32, and the gradient's norm is not."""
+    counted = itertools.count()
+    loop = make("dr_grpo", reward=lambda row, completion, ended: 3e38 if next(counted) % 2 else -3e38)
+    before = weights(loop)
+    metrics = loop.step(questions(), 2, seed=0)
+    assert metrics["skipped_updates"] == 1
+    assert not math.isfinite(metrics["gradient_norm"])
+    assert torch.equal(weights(loop), before)
+
+
+def test_reference_with_nan_does_not_reach_optimizer(make: Callable[..., PolicyLoop]) -> None:
+    reference = make().model.requires_grad_(False)
+    with torch.no_grad():
+        reference.lm_head.weight[7].fill_(math.nan)
+    loop = make("grpo", kl=0.5, reference=reference)
+    before = weights(loop)
+    with pytest.raises(NonFiniteError, match="reference"):
+        loop.step(questions(), 2, seed=0)
+    assert torch.equal(weights(loop), before)
+
+
 @pytest.mark.parametrize("value", [None, "much", [1.0, 2.0]], ids=str)
 def test_non_numeric_reward_raises(make: Callable[..., PolicyLoop], value: Any) -> None:
     with pytest.raises(NonFiniteError, match="expected a number"):
