@@ -122,6 +122,49 @@ def test_engine_preserves_random_states(
     assert states() == before, "close"
 
 
+class Interruption(BaseException):
+    """An exception such as Ctrl-C."""
+
+
+@pytest.mark.parametrize("error", [RuntimeError, Interruption, KeyboardInterrupt])
+@pytest.mark.parametrize("place", ["embed_tokens", "layers.1.mlp", "norm"])
+@pytest.mark.parametrize("name", ["generate", "score", "module_calls"])
+def test_call_after_exception_inside_model(
+    name: str, place: str, error: type[BaseException], checkpoint: Path, prompts: list[list[int]]
+) -> None:
+    engine = HFEngine.start(checkpoint, dtype=torch.float32)
+    calls: dict[str, Any] = {
+        "generate": lambda: engine.generate(prompts, Sampling(0.8, top_k=40), max_new_tokens=4, seed=1),
+        "score": lambda: [row[1:] for row in engine.score(prompts, Sampling())],
+        "module_calls": lambda: {
+            key: [tensor.tolist() for tensor in call.outputs] for key, call in engine.module_calls(prompts[0]).items()
+        },
+    }
+    engine.model.train()
+    expected = {key: call() for key, call in calls.items()}
+
+    def hooks() -> list[tuple[str, int, bool, bool]]:
+        return [
+            (key, len(part._forward_hooks) + len(part._forward_pre_hooks), "forward" in vars(part), part.training)
+            for key, part in engine.model.named_modules()
+        ]
+
+    before, counted = hooks(), 0
+
+    def fail(*_: Any) -> None:
+        nonlocal counted
+        counted += 1
+        if counted == (3 if name == "generate" else 1):  # after steps with a cache
+            raise error
+
+    handle = engine.model.model.get_submodule(place).register_forward_hook(fail)
+    with pytest.raises(error):
+        calls[name]()
+    handle.remove()
+    assert hooks() == before
+    assert {key: call() for key, call in calls.items()} == expected
+
+
 def test_eos_token_stops_unless_ignored(engine: HFEngine, prompts: list[list[int]]) -> None:
     free = engine.generate(prompts[:1], Sampling(0.0), max_new_tokens=8)[0]
     engine.model.generation_config.eos_token_id = free.tokens[3]

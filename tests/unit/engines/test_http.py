@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from completions_server import Served, serving
+from test_interrupted_calls import interrupted
 
 from nrl_models.engines import start_engine
 from nrl_models.engines.engine_types import prompt_seeds
@@ -179,6 +180,22 @@ def test_server_crash_error_names_address(server: Server, prompts: list[list[int
     served.broken = True
     with pytest.raises(EngineError, match=f"{engine.address} cannot be reached, or has died"):
         engine.generate(prompts, Sampling(), max_new_tokens=5)
+
+
+@pytest.mark.parametrize("name", ["generate", "score"])
+def test_call_after_interrupt(server: Server, prompts: list[list[int]], name: str) -> None:
+    """Each call has its own connections, which an interrupt closes: no answer belongs to a later call."""
+    engine, served = server
+    calls: dict[str, Any] = {
+        "generate": lambda given: engine.generate(given, Sampling(), max_new_tokens=4, seed=1),
+        "score": lambda given: [row[1:] for row in engine.score(given, Sampling())],
+    }
+    expected = {key: call(prompts) for key, call in calls.items()}
+    served.delay = 0.6
+    with interrupted(0.3):
+        calls[name]([[9, 8, 7], [6, 5]])
+    served.delay = 0.0
+    assert {key: call(prompts) for key, call in calls.items()} == expected
 
 
 def test_unreachable_server_raises(checkpoint: Path) -> None:

@@ -16,6 +16,7 @@ from test_transfer import Workers, different_tensors, exported, model_of
 from test_transfer import train as train_bits
 from transformers import PreTrainedModel
 
+from nrl_models.engines.digests import tensor_digest
 from nrl_models.engines.http import HTTPEngine
 from nrl_models.errors import EngineError, MixedWeightsError
 from nrl_models.logprobs import Sampling
@@ -67,6 +68,10 @@ class Served:
             self.version = body.get("weight_version", self.version)
         elif route == "start_weight_update":
             self.workers.start_weight_update()
+        elif route == "weight_checker":
+            assert body == {"action": "checksum"}
+            weights = self.workers.model.state_dict()
+            return {"checksums": {f"tp_rank_0:{name}": tensor_digest(tensor) for name, tensor in weights.items()}}
         return {"success": True}
 
 
@@ -140,6 +145,41 @@ def test_refit_requests_routes_in_order(trainer: PreTrainedModel, engine_and_ser
     assert served.version.startswith("2-")
     assert len(served.workers.loaded) > 5
     assert not different_tensors(served.workers.model.state_dict(), trainer.state_dict())
+
+
+def test_unchanged_weights_of_server(trainer: PreTrainedModel, engine_and_server: tuple[HTTPEngine, Served]) -> None:
+    engine, served = engine_and_server
+    assert engine.unchanged_weights() == []  # nothing was noted
+    assert not engine.note_weights()  # one checksum per tensor is incomplete evidence for fused tensors
+    assert sorted(engine.unchanged_weights()) == sorted(served.workers.model.state_dict())
+    own = {name: tensor.clone() for name, tensor in trainer.state_dict_adapter.iter_export(trainer)}
+    kept = ["model.norm.weight", "model.layers.1.self_attn.o_proj.weight"]
+    now = served.workers.model.state_dict()
+    engine.refit([(name, now[name].clone() if name in kept else tensor + 1) for name, tensor in own.items()])
+    assert sorted(engine.unchanged_weights()) == sorted(kept)
+
+
+def test_checksums_of_server_without_route(engine_and_server: tuple[HTTPEngine, Served]) -> None:
+    engine, served = engine_and_server
+    served.answers["weight_checker"] = (404, {}, b"{}")
+    assert not engine.note_weights()
+    assert engine.unchanged_weights() == []
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        (b'{"success": true}', "checksums"),
+        (b'{"checksums": ["1"]}', "checksums"),
+        (b'{"checksums": {"tp_rank_0:norm.weight": 1}}', "a checksum"),
+        (b"[]", "it"),
+    ],
+)
+def test_invalid_checksums_raise(engine_and_server: tuple[HTTPEngine, Served], answer: bytes, message: str) -> None:
+    engine, served = engine_and_server
+    served.answers["weight_checker"] = (200, {}, answer)
+    with pytest.raises(EngineError, match=message):
+        engine._client.checksums()
 
 
 def test_restarted_server_receives_all_weights(
