@@ -82,6 +82,18 @@ def compiled_in_place(model: Any) -> Any:
     return model
 
 
+def with_wrapped_ties(model: Any) -> Any:
+    model.model.embed_tokens, model.lm_head = checkpoint_wrapper(model.model.embed_tokens), compiled(model.lm_head)
+    return model
+
+
+def with_two_wrappers(model: Any) -> Any:
+    for layer in model.model.layers:
+        layer.mlp = offload_wrapper(checkpoint_wrapper(layer.mlp))
+        layer.self_attn.o_proj = compiled(layer.self_attn.o_proj)
+    return model
+
+
 def fully_sharded(model: Any) -> Any:
     mesh = init_device_mesh("cpu", (1,))
     for layer in model.model.layers:
@@ -105,6 +117,8 @@ INNER_WRAPPERS: dict[str, Callable[[Any], Any]] = {
     "compiled parts": with_compiled_parts,
     "compiled base model": with_compiled_base,
     "compiled checkpoints": lambda model: with_compiled_layers(checkpointed(model)),
+    "wrapped tied weights": with_wrapped_ties,
+    "two wrappers": with_two_wrappers,
 }
 """Wrappers inside a model."""
 
@@ -189,6 +203,41 @@ def test_wrapped_model_with_adapters_exports_merged_weights(name: str, is_first:
     assert list(exported_tensors) == list(exported)
     changed = {key for key in exported_tensors if not torch.equal(exported_tensors[key], exported[key])}
     assert changed == {key for key in exported if "q_proj" in key}
+
+
+def with_checkpointed_lora(model: Any) -> Any:
+    for module in list(model.modules()):
+        if hasattr(module, "q_proj"):
+            module.q_proj = checkpoint_wrapper(module.q_proj)
+    return model
+
+
+def test_checkpointed_lora_linear_exports_merged_weights(exported: Tensors) -> None:
+    config = LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
+    model = get_peft_model(copy.deepcopy(CASE.model()), config)
+    expected = {name: tensor.clone() for name, tensor in export_adapter(model).iter_export(model)}
+    assert not torch.equal(*(each["model.layers.0.self_attn.q_proj.weight"] for each in (expected, exported)))
+    assert_same(dict(export_adapter(with_checkpointed_lora(model)).iter_export(model)), expected)
+
+
+@pytest.mark.parametrize(
+    "wrap", [compiled, nn.DataParallel, nn.Sequential, lambda model: nn.Sequential(compiled(model))],
+    ids=["compiled", "DataParallel", "module", "module of compiled"],
+)  # fmt: skip
+def test_wrapper_of_model_loads_prefixed_hub_names(wrap: Callable[[Any], Any], exported: Tensors) -> None:
+    """Hub names below the wrapper's prefix load. Names without it are reported, as torch does, and change nothing."""
+    model = copy.deepcopy(CASE.model())
+    wrapper = wrap(model)
+    prefix = next(name for name in wrapper.state_dict() if name.endswith("model.embed_tokens.weight"))
+    prefix = prefix.removesuffix("model.embed_tokens.weight")
+    for parameter in model.parameters():
+        parameter.data.zero_()
+    result = wrapper.load_state_dict(exported, strict=False)
+    assert set(result.unexpected_keys) == set(exported)
+    assert not any(parameter.any() for parameter in model.parameters())
+    result = wrapper.load_state_dict({f"{prefix}{name}": tensor for name, tensor in exported.items()}, strict=False)
+    assert not result.unexpected_keys
+    assert_same(dict(model.state_dict_adapter.iter_export(model)), exported)
 
 
 @pytest.mark.parametrize("name", ["activation checkpointing", "compiled layers", "DDP of compiled"])
