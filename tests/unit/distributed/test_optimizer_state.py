@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,11 +16,14 @@ from nrl_models.distributed.resume_checkpoints.scalars import Scalar
 from nrl_models.errors import CheckpointError
 
 
-@pytest.mark.parametrize("capturable", [False, True])
-def test_restored_step_device_matches_torch(capturable: bool) -> None:
+@pytest.mark.parametrize("options", [{}, {"capturable": True}, {"fused": True}], ids=str)
+def test_restored_step_device_matches_torch(options: dict[str, bool], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The meta device stands for a GPU."""
+    module = sys.modules[torch.optim.Optimizer.__module__]
+    monkeypatch.setattr(module, "_get_fused_kernels_supported_devices", lambda: ["meta"])
     model: Any = nn.Linear(2, 2, bias=False, device="meta")
     model.sharding = SimpleNamespace(adapter=SimpleNamespace(transformers={}))
-    expected = torch.optim.AdamW(model.parameters(), capturable=capturable)
+    expected = torch.optim.AdamW(model.parameters(), **options)
     state = {"step": torch.tensor(3.0)}
     expected.load_state_dict({"state": {0: state}, "param_groups": expected.state_dict()["param_groups"]})
 

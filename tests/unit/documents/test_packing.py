@@ -197,6 +197,28 @@ def test_class_patches_take_effect_and_are_reversible(model: PreTrainedModel, mo
         assert torch.equal(model(input_ids=input_ids, position_ids=PACKED)[0], logits)
 
 
+@pytest.mark.parametrize("compiled", ["wrapped", "in place", "base model"])
+def test_compiled_hybrid_keeps_documents_apart(compiled: str) -> None:
+    """Layers with a state run each document separately, and layers with attention run the row."""
+    model, input_ids = case_of("Qwen3_5ForCausalLM")
+    packed = {"input_ids": input_ids, "position_ids": PACKED, "attention_mask": torch.ones_like(PACKED)}
+    torch.compiler.reset()
+    with torch.no_grad():
+        expected = in_documents(lambda **inputs: [model(**inputs).logits], input_ids)
+        run: Any = model
+        if compiled == "wrapped":
+            run = torch.compile(model, backend="eager")
+        elif compiled == "in place":
+            model.compile(backend="eager")
+        else:
+            model.model = torch.compile(model.model, backend="eager")
+        for _ in range(2):
+            torch.testing.assert_close(run(**packed).logits, expected, rtol=1e-4, atol=1e-4)
+        first = input_ids[:, : LENGTHS[0]]
+        torch.testing.assert_close(run(input_ids=first).logits, expected[:, : LENGTHS[0]], rtol=1e-4, atol=1e-4)
+    torch.compiler.reset()
+
+
 def test_compiled_model_keeps_documents_apart() -> None:
     model, input_ids = case_of("LlamaForCausalLM")
     expected = in_documents(lambda **inputs: [model(**inputs).logits], input_ids)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -134,6 +135,30 @@ def test_kl_from_reference(model: PreTrainedModel, documents: list[torch.Tensor]
     assert model.lm_head.weight.grad.any()
     assert reference.lm_head.weight.grad is None
     model.zero_grad()
+
+
+@pytest.mark.parametrize("truncation", [{"top_p": 0.7}, {"top_k": 40}, {"top_p": 0.8, "top_k": 60}], ids=str)
+@pytest.mark.parametrize("chunk_size", [5, None])
+def test_kl_of_truncated_policy_from_complete_reference(
+    model: PreTrainedModel, documents: list[torch.Tensor], truncation: dict[str, Any], chunk_size: int | None
+) -> None:
+    """The sum is over the tokens that the policy can sample. The reference is not renormalized to them."""
+    torch.manual_seed(1)
+    reference = AutoModelForCausalLM.from_config(model.config, dtype=torch.float32).eval()
+    document = documents[1][None]
+    result = token_logprobs(model, document, reference=reference, temperature=0.8, chunk_size=chunk_size, **truncation)
+    with torch.no_grad():
+        logits, theirs = (computed(input_ids=document).logits[0, :-1] / 0.8 for computed in (model, reference))
+    ordered = logits.sort(descending=True)
+    cut = torch.zeros_like(logits, dtype=torch.bool)
+    cut[:, truncation.get("top_k", logits.shape[-1]) :] = True
+    probabilities = ordered.values.masked_fill(cut, -torch.inf).softmax(-1)
+    cut |= probabilities.cumsum(-1) - probabilities >= truncation.get("top_p", 1.0)
+    kept = torch.ones_like(cut).scatter(1, ordered.indices, ~cut)
+    assert 1 < kept.sum(-1).min() < logits.shape[-1]
+    ours = logits.masked_fill(~kept, -torch.inf).log_softmax(-1)
+    expected = (ours.exp() * (ours - theirs.log_softmax(-1))).masked_fill(~kept, 0.0).sum(-1)
+    torch.testing.assert_close(result.kl[0, 1:], expected, rtol=1e-4, atol=1e-5)
 
 
 def test_reference_with_other_vocabulary_size_raises(model: PreTrainedModel, documents: list[torch.Tensor]) -> None:
