@@ -31,9 +31,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 @pytest.fixture(autouse=True, scope="session")
-def _quiet() -> None:
+def _environment() -> None:
     transformers.utils.logging.disable_progress_bar()
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("OMP_NUM_THREADS", str(torch.get_num_threads()))  # for subprocesses
 
 
 @pytest.fixture(scope="session")

@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 
 from nrl_models import AutoModelForCausalLM
 from nrl_models.cli import app
+from nrl_models.consistency import weight_change
 from nrl_models.consistency.cells import NOISE_FACTOR, Settings
 from nrl_models.consistency.consistency_report import CellResult, ConsistencyReport
 from nrl_models.consistency.matrix import run_matrix
@@ -137,8 +138,9 @@ def command(*arguments: str, file: Path) -> Any:
     return json.loads(file.read_text())
 
 
-def test_refit_check_command(smollm2: Path, vllm: OneEngine, tmp_path: Path) -> None:
+def test_refit_check_command(smollm2: Path, vllm: OneEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     vllm.stop()
+    monkeypatch.setattr(weight_change, "OBSERVING_SECONDS", 3.0)  # tests of tiny models observe every tensor
     arguments = ["refit-check", str(smollm2), "--threshold", "1.0001", "--length", "64", "--batch", "2"]
     content = command(*arguments, file=tmp_path / "found.json")
     assert [refit["token_mult_prob_error"] <= 1.0001 for refit in content["refits"]] == [True, True]
