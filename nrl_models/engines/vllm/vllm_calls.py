@@ -63,6 +63,9 @@ class VLLMCalls(Engine):
             processing: Fields of the `Sampling` that scores are for, see `ConsistencyWorker.nrl_process_logits`.
         """
         self._process_logits(processing)
+        # OpenMP has a number of threads per thread. This applies `torch.set_num_threads` of another thread to this one,
+        # as torch's first operation would. vLLM's kernels for CPUs fail if the number changes within a step.
+        torch.get_num_threads()
         try:
             # vLLM compiles a helper of its sampler, which takes longer than a small check.
             eager = self._in_process and self.config.model_config.enforce_eager
