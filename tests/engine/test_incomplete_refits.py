@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import signal
+import threading
+import time
 from collections.abc import Callable, Iterator
 from itertools import product
 from pathlib import Path
@@ -17,16 +19,31 @@ from nrl_models.engines.vllm import VLLMEngine
 from nrl_models.errors import EngineError, MixedWeightsError
 from nrl_models.logprobs import Sampling
 from tests.engine.families import tiny_model
+from tests.engine.image_processors import save_processor
 from tests.engine.inside import model_of
 from tests.engine.one_engine import OneEngine
+from tests.engine.published import BF16
 
 PROMPTS = [list(range(50, 80)), list(range(120, 150))]
-MIXTURE = "Qwen3MoeForCausalLM"
+MIXTURE, LINEAR, VISION = "Qwen3MoeForCausalLM", "Qwen3_5ForCausalLM", "LlavaForConditionalGeneration"
 FUSED = {
     "LlamaForCausalLM": ["q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"],
     MIXTURE: ["k_proj", "experts.1.gate_proj", "experts.1.up_proj", "experts.0.down_proj", "experts.2."],
 }
 CASES = [(architecture, part) for architecture, parts in FUSED.items() for part in parts]
+
+QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+MORE_FUSED = {
+    "Qwen2ForCausalLM": [f"layers.0.{name}.{kind}" for name in QKV for kind in ("weight", "bias")],
+    "MixtralForCausalLM": [f"experts.0.w{number}.weight" for number in (1, 2, 3)],
+    "DeepseekV3ForCausalLM": [
+        *(f"self_attn.{name}.weight" for name in ("q_a_proj", "kv_a_proj_with_mqa")),
+        *(f"shared_experts.{name}.weight" for name in ("gate_proj", "up_proj")),
+    ],
+    LINEAR: [f"linear_attn.in_proj_{name}.weight" for name in ("qkv", "z", "b", "a")],
+    VISION: [f"encoder.layers.0.{name}.{kind}" for name in QKV for kind in ("weight", "bias")],
+}
+"""More tensors that vLLM fuses with others: the ends of their names. One layer lacks each."""
 
 
 class Pair:
@@ -86,6 +103,26 @@ def test_refit_with_incomplete_fused_tensor_raises(
         engine.score(PROMPTS, Sampling())
     engine.refit(pair.weights())
     assert pair.max_difference() < 1e-4
+
+
+@pytest.mark.parametrize("architecture", MORE_FUSED)
+def test_refits_without_parts_of_fused_tensors_raise(architecture: str, vllm: OneEngine, tmp_path: Path) -> None:
+    """The parts are biases, experts, shared experts, latent and linear attention, and a vision tower."""
+    dtype = torch.bfloat16 if architecture in BF16 else torch.float32
+    model = tiny_model(architecture, dtype=dtype)
+    model.save_pretrained(tmp_path)
+    if architecture == VISION:
+        save_processor(model.config, tmp_path)
+    engine = vllm(tmp_path, dtype=dtype, load_format="dummy", language_model_only=architecture != VISION)
+    weights = dict(model.state_dict_adapter.iter_export(model))
+    engine.refit(weights.items())
+    scores = engine.score(PROMPTS, Sampling())
+    for part in MORE_FUSED[architecture]:
+        missing = next(name for name in weights if name.endswith(part))
+        with pytest.raises(MixedWeightsError, match=r"left \d+ tensors unwritten: .*elements not sent"):
+            engine.refit((name, tensor) for name, tensor in weights.items() if name != missing)
+    engine.refit(weights.items())
+    assert engine.score(PROMPTS, Sampling()) == scores
 
 
 def test_refit_with_invalid_values_or_dtype_raises(pair_of: Callable[[str], Pair]) -> None:
@@ -172,6 +209,35 @@ def test_call_after_interrupt_at_any_time(pair_of: Callable[[str], Pair]) -> Non
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
+
+
+def test_calls_from_several_threads_are_serialized(pair_of: Callable[[str], Pair]) -> None:
+    """Generations wait for a refit in another thread, and for each other.
+
+    Under pytest-xdist, torch uses one core. OpenMP applies such a setting only to the thread that makes it.
+    """
+    pair = pair_of("LlamaForCausalLM")
+    engine, results = pair.engine, []
+    rows = [[[*row[number:], 7] for row in PROMPTS] for number in range(4)]
+    expected = [engine.generate(each, Sampling(0.0), max_new_tokens=24) for each in rows]
+    started = threading.Event()
+
+    def tensors() -> Iterator[NamedTensor]:
+        started.set()
+        time.sleep(0.3)
+        yield from pair.weights()
+
+    def generate(number: int) -> None:
+        started.wait()
+        results.append((number, engine.generate(rows[number], Sampling(0.0), max_new_tokens=24)))
+
+    threads = [threading.Thread(target=generate, args=(number,)) for number in range(len(rows))]
+    for thread in threads:
+        thread.start()
+    engine.refit(tensors())
+    for thread in threads:
+        thread.join()
+    assert sorted(results) == list(enumerate(expected))
 
 
 def test_unsupported_sampling_raises(pair_of: Callable[[str], Pair]) -> None:
