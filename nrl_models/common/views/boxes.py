@@ -84,11 +84,7 @@ def pieces_of(shape: Sequence[int], boxes: Sequence[Box]) -> tuple[Piece, ...]:
 
 
 def step_boxes(boxes: Sequence[Box], shape: Sequence[int], method: str, args: tuple[int, ...]) -> list[Box]:
-    """Apply one step to an assembled tensor of `shape`.
-
-    Raises:
-        NotAViewError: If a reshape splits a dimension that a box fills only in part.
-    """
+    """Apply one step to an assembled tensor of `shape`."""
     if method == "narrow":
         return [new for box in boxes if (new := box.narrowed(*args)) is not None]
     if method == "select":
@@ -110,21 +106,27 @@ def _reshaped(box: Box, old: tuple[int, ...], new: tuple[int, ...]) -> list[Box]
 
 def _run_reshaped(box: Box, dims: range, before: Sequence[int], after: Sequence[int]) -> list[Box]:
     """Replace the dimensions `dims` of a box, with full sizes `before`, by dimensions with full sizes `after`."""
-    first, last = dims.start, dims.stop
-    sizes = box.shape[first:last]
+    first = dims.start
+    sizes = box.shape[first : dims.stop]
     if list(before) == list(after):
         return [box]
-    if list(sizes) == list(before):
-        offset = (*box.offset[:first], *(0 for _ in after), *box.offset[last:])
-        shape = (*box.shape[:first], *after, *box.shape[last:])
-        return [Box(box.view.then("reshape", *shape), offset, shape)]
-    if len(after) != 1:
-        raise NotAViewError(f"a reshape of {list(before)} to {list(after)} is not a view of a region of {list(sizes)}")
-        # Dimensions after the last partial one are filled. Dimensions before it are split into separate boxes.
+    if list(sizes) == list(before) or prod(before) == 0:
+        return [_with_dims(box, dims, [0] * len(after), after)]
+    boxes = _merged(box, dims, before)
+    for place in range(first, first + len(after) - 1):
+        inner = prod(after[place - first + 1 :])
+        boxes = [each for one in boxes for each in _split(one, place, inner)]
+    return boxes
+
+
+def _merged(box: Box, dims: range, before: Sequence[int]) -> list[Box]:
+    """Merge the dimensions `dims` of a box, with full sizes `before`, to one."""
+    first, sizes = dims.start, box.shape[dims.start : dims.stop]
+    # Dimensions after the last partial one are filled. Dimensions before it are split into separate boxes.
     partial = max(dim for dim, size in enumerate(sizes) if size != before[dim])
     inner = prod(before[partial + 1 :])
     length = sizes[partial] * inner
-    shape = (*box.shape[:first], length, *box.shape[last:])
+    shape = (*box.shape[:first], length, *box.shape[dims.stop :])
     result = []
     for outer in product(*map(range, sizes[:partial])):
         view, start = box.view, 0
@@ -132,9 +134,29 @@ def _run_reshaped(box: Box, dims: range, before: Sequence[int], after: Sequence[
             view = view.then("select", first, index)
             start = (start + box.offset[first + dim] + index) * before[dim + 1]
         start = (start + box.offset[first + partial]) * inner
-        offset = (*box.offset[:first], start, *box.offset[last:])
+        offset = (*box.offset[:first], start, *box.offset[dims.stop :])
         result.append(Box(view.then("reshape", *shape), offset, shape))
     return result
+
+
+def _split(box: Box, dim: int, inner: int) -> Iterator[Box]:
+    """Split dimension `dim` of a box into two. The second one has the full size `inner`."""
+    start, end = box.offset[dim], box.offset[dim] + box.shape[dim]
+    while start < end:
+        row, first = divmod(start, inner)
+        rows = (end - start) // inner if first == 0 else 0
+        length = rows * inner or min(inner - first, end - start)
+        part = box.narrowed(dim, start, length)
+        assert part is not None  # it lies in the box
+        yield _with_dims(part, range(dim, dim + 1), (row, first), (rows or 1, length // (rows or 1)))
+        start += length
+
+
+def _with_dims(box: Box, dims: range, offset: Sequence[int], sizes: Sequence[int]) -> Box:
+    """Replace the dimensions `dims` of a box by dimensions with `offset` and `sizes`, of as many elements."""
+    shape = (*box.shape[: dims.start], *sizes, *box.shape[dims.stop :])
+    offset = (*box.offset[: dims.start], *offset, *box.offset[dims.stop :])
+    return Box(box.view.then("reshape", *shape), offset, shape)
 
 
 def dimension_runs(old: Sequence[int], new: Sequence[int]) -> list[tuple[list[int], list[int]]]:

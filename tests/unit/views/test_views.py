@@ -176,8 +176,12 @@ OPERATIONS: dict[str, Callable[[torch.Tensor], Any]] = {
     "joined, flattened": lambda t: torch.cat([t[:, 3:], t[:, :1]], dim=1).flatten(0, 1),
     "joined, flattened whole": lambda t: torch.cat([t[:, 3:], t[:, :1]], dim=1).flatten(),
     "joined, unflattened": lambda t: torch.cat([t[4:], t[:3]]).unflatten(2, (2, 5)),
+    "joined, split": lambda t: torch.cat([t[:2], t[4:]]).reshape(2, 2, 4, 10),
+    "joined, split across parts": lambda t: torch.cat([t[:1], t[2:]]).reshape(-1).unflatten(0, (2, 5, 5, 4)),
+    "joined, interleaved": lambda t: torch.cat([t[:3], t[3:]][::-1]).unflatten(0, (2, 3)).transpose(0, 1).flatten(0, 1),
     "joined, integer indexing": lambda t: t[:, [0, 3]].flatten(0, 1),
     "empty, reshaped": lambda t: t[:0].reshape(0, 40),
+    "empty, joined and reshaped": lambda t: torch.stack([t[:0], t[1:1]], dim=1).reshape(0, 40),
     "padded, flattened": lambda t: torch.cat([t, t.new_zeros(6, 1, 10)], dim=1).flatten(0, 1),
 }
 
@@ -207,7 +211,6 @@ def test_tracing_matches_torch(operation: Callable[[torch.Tensor], Any]) -> None
         lambda t: t[torch.tensor([0, 1]), torch.tensor([0, 1])],
         lambda t: t[torch.tensor([[0, 1]])],
         lambda t: nn.functional.pad(t, (1, 0), value=1.0),
-        lambda t: torch.cat([t[:2], t[4:]]).reshape(2, 2, 4, 10),
         lambda t: t.repeat(2, 1, 1),
     ],
 )
