@@ -274,14 +274,13 @@ AUTO_CLASSES = (
 
 def auto_class_of(config: PreTrainedConfig) -> type[_AutoModel]:
     """Return the auto class for the architecture in `config`, or for its type if no architecture matches."""
+    with_type = [auto_class for auto_class in AUTO_CLASSES if type(config) in auto_class.upstream._model_mapping]
     for named in config.architectures or []:
-        for auto_class in AUTO_CLASSES:
+        # Several auto classes have the same suffixes, but not each of them loads speech models.
+        for auto_class in (*with_type, *AUTO_CLASSES):
             if auto_class.serves(named):
                 return auto_class
-    return next(
-        (auto_class for auto_class in AUTO_CLASSES if type(config) in auto_class.upstream._model_mapping),
-        AutoModelForCausalLM,
-    )
+    return next(iter(with_type), AutoModelForCausalLM)
 
 
 def auto_class_for(folder: str | Path) -> type[_AutoModel]:

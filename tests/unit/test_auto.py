@@ -314,6 +314,7 @@ def test_other_head_or_no_architecture_loads(named: list[str] | None, folder: Pa
     [
         (["LlamaForTokenClassification"], LlamaConfig, AutoModelForTokenClassification),
         (["Gemma3ForConditionalGeneration"], Gemma3Config, AutoModelForImageTextToText),
+        (["Qwen2AudioForConditionalGeneration"], Qwen2AudioConfig, AutoModelForMultimodalLM),
         (["LlamaModel"], LlamaConfig, AutoModel),
         (["XLMWithLMHeadModel"], XLMConfig, AutoModelForCausalLM),
         pytest.param(
