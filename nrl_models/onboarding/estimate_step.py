@@ -253,9 +253,10 @@ def _stub_experts(model: PreTrainedModel, setting: Setting, stack: ExitStack) ->
 
 
 def _exchanged(
-    module: ExpertsOfThisRank, hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor
+    module: ExpertsOfThisRank, hidden: torch.Tensor, *args: torch.Tensor, **kwargs: torch.Tensor
 ) -> torch.Tensor:
     """Run the collectives of a divided stack of experts, without routing."""
+    weights = next(value for value in (*args, *kwargs.values()) if value.is_floating_point())
     scale = entering(weights, module.ep_mesh).sum(-1, keepdim=True)
     tokens = entering(hidden, module.ep_mesh).reshape(-1, hidden.shape[-1])
     return leaving(tokens * scale.reshape(-1, 1), module.ep_mesh).reshape(hidden.shape)

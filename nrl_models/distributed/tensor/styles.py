@@ -197,17 +197,19 @@ class ExpertsOfThisRank(_Parallel):
     first_expert: int
     num_experts: int
 
-    def forward(self, hidden_states: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    def forward(self, hidden_states: torch.Tensor, *args: torch.Tensor, **kwargs: torch.Tensor) -> torch.Tensor:
         """Run this rank's experts, and sum over ranks. All arguments are equal on every rank.
 
         Args:
             hidden_states: Tokens, `(..., D)`.
-            chosen: Experts of each token, `(tokens, k)`.
-            weights: Weight of each chosen expert, `(tokens, k)`.
+            args: Experts of each token (integers), and the weight of each of these experts, both `(tokens, k)`.
+            kwargs: The same by name. Names and order differ between architectures.
 
         Returns:
             Sum over all experts, `(..., D)`.
         """
+        first, second = (*args, *kwargs.values())
+        chosen, weights = (second, first) if _is_float(first) else (first, second)
         tokens = entering(hidden_states, self.ep_mesh).reshape(-1, hidden_states.shape[-1])
         weights = entering(weights, self.ep_mesh)
         token, choice = ((chosen >= self.first_expert) & (chosen < self.first_expert + self.num_experts)).nonzero(
@@ -218,7 +220,12 @@ class ExpertsOfThisRank(_Parallel):
             expert, weight = token, weights[token, choice] * 0
         else:
             expert, weight = chosen[token, choice] - self.first_expert, weights[token, choice]
-        outputs = super().forward(tokens[token], expert.unsqueeze(-1), torch.ones_like(weight).unsqueeze(-1))
+        experts, ones = expert.unsqueeze(-1), torch.ones_like(weight).unsqueeze(-1)
+        outputs = super().forward(
+            tokens[token],
+            *(ones if _is_float(value) else experts for value in args),
+            **{name: ones if _is_float(value) else experts for name, value in kwargs.items()},
+        )
         weighted = (outputs * weight.unsqueeze(-1)).to(tokens.dtype)
         summed = torch.zeros_like(tokens).index_add(0, token, weighted)
         return leaving(summed, self.ep_mesh).reshape(hidden_states.shape)
