@@ -52,7 +52,7 @@ def dispatch(
         UnknownArgumentError: If the map uses "disk" without `offload_folder`.
     """
     memory = None if max_memory is None else dict(max_memory)
-    found = dict(computed_device_map(model, device_map, memory, None))
+    found = dict(computed_device_map(model=model, device_map=device_map, max_memory=memory, hf_quantizer=None))
     places = set(found.values())
     if "disk" in places:
         offload_folder = _own_folder(found, offload_folder)
@@ -62,7 +62,14 @@ def dispatch(
         if places != {"cpu"}:  # modules that are missing in the map are already on the CPU
             check_device_map(model, found)
         return model.to(*places)
-    accelerate_dispatch(model, None, found, offload_folder, None, offload_buffers)
+    accelerate_dispatch(
+        model=model,
+        hf_quantizer=None,
+        device_map=found,
+        offload_folder=offload_folder,
+        offload_index=None,
+        offload_buffers=offload_buffers,
+    )
     return model
 
 

@@ -187,7 +187,9 @@ def learning_rate_schedule(optimizer: torch.optim.Optimizer, training: Training)
 
     is_constant = training.schedule is LearningRateSchedule.CONSTANT
     name = "constant_with_warmup" if is_constant else training.schedule  # `constant` ignores the warmup
-    return get_scheduler(name, optimizer, training.warmup, training.steps)
+    return get_scheduler(
+        name=name, optimizer=optimizer, num_warmup_steps=training.warmup, num_training_steps=training.steps
+    )
 
 
 def shuffled(rows: Sequence[Row], seed: int) -> Iterator[Row]:

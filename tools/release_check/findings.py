@@ -30,6 +30,8 @@ class Kind(StrEnum):
     """An override of ours names a parameter that upstream's function no longer has."""
     MOVED_PARAMETER = auto()
     """An override of ours takes a parameter at another position than upstream's function."""
+    CHANGED_CALL = auto()
+    """Our code calls an upstream function with arguments that it no longer takes, or takes for other parameters."""
     MISSING_FIELD = auto()
     """Our code constructs an output class with a field that it no longer has."""
     SWALLOWED_KEYWORD = auto()
@@ -49,7 +51,9 @@ class Kind(StrEnum):
     """A model type that transformers loads and nrl_models does not."""
 
 
-STATIC = frozenset({Kind.MISSING_NAME, Kind.RENAMED_PARAMETER, Kind.MOVED_PARAMETER, Kind.MISSING_FIELD})
+STATIC = frozenset(
+    {Kind.MISSING_NAME, Kind.RENAMED_PARAMETER, Kind.MOVED_PARAMETER, Kind.CHANGED_CALL, Kind.MISSING_FIELD}
+)
 """Kinds found by reading signatures. Differences in results that follow from them belong to the same cause."""
 
 

@@ -14,6 +14,7 @@ TITLES = {
     Kind.MISSING_NAME: "{subject} does not exist",
     Kind.RENAMED_PARAMETER: "{subject}: parameter {detail} was renamed or removed",
     Kind.MOVED_PARAMETER: "{subject}: parameter {detail} has another position",
+    Kind.CHANGED_CALL: "a call of {subject} no longer fits its signature ({detail})",
     Kind.MISSING_FIELD: "{subject} has no field {detail}",
     Kind.SWALLOWED_KEYWORD: "keyword {subject} is dropped without an error; its name is now {detail}",
     Kind.EXCEPTION: "{detail} in {subject}",

@@ -66,30 +66,62 @@ def imported_names(checkout: Path, package: str) -> list[Imported]:
 
 
 def constructions(checkout: Path, package: str) -> Iterator[Construction]:
-    """Return calls with keywords of names that are imported from a package."""
+    """Return calls with keywords of names that are imported from a package, or of attributes of imported modules."""
+    for call in imported_calls(checkout, (package,)):
+        keywords = tuple(keyword.arg for keyword in call.node.keywords if keyword.arg)
+        *modules, name = call.names
+        if keywords and len(modules) < 2:
+            yield Construction(".".join([call.module, *modules]), name, keywords, call.file, call.place)
+
+
+@dataclass(frozen=True)
+class ImportedCall:
+    """A call of an imported name, or of an attribute of one.
+
+    Args:
+        module: The module that the name is imported from.
+        names: The name, then attributes: `("AutoConfig", "register")`.
+        node: The call.
+        file: File of the call, relative to the checkout.
+    """
+
+    module: str
+    names: tuple[str, ...]
+    node: ast.Call
+    file: str
+
+    @property
+    def place(self) -> str:
+        """File and line in nrl_models."""
+        return f"{self.file}:{self.node.lineno}"
+
+
+def imported_calls(checkout: Path, modules: tuple[str, ...]) -> Iterator[ImportedCall]:
+    """Return calls of names that are imported from these modules or from modules in them."""
     for file, tree in modules_of(checkout).items():
-        origins = {
-            alias.asname or alias.name: (node.module, alias.name)
-            for node in ast.walk(tree)
-            if isinstance(node, ast.ImportFrom) and node.module and _is_of(node.module, package)
-            for alias in node.names
-        }
+        origins: dict[str, tuple[str, ...]] = {}
         for node in ast.walk(tree):
-            if not isinstance(node, ast.Call):
-                continue
-            origin = _origin(node.func, origins)
-            keywords = tuple(keyword.arg for keyword in node.keywords if keyword.arg)
-            if origin and keywords:
-                yield Construction(*origin, keywords, file, f"{file}:{node.lineno}")
+            if isinstance(node, ast.ImportFrom) and node.module and _is_in(node.module, modules):
+                origins |= {alias.asname or alias.name: (node.module, alias.name) for alias in node.names}
+            elif isinstance(node, ast.Import):
+                names = [alias for alias in node.names if "." not in alias.name or alias.asname]
+                origins |= {alias.asname or alias.name: (alias.name,) for alias in names if _is_in(alias.name, modules)}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call) and (found := _origin(node.func, origins)) and len(found) > 1:
+                yield ImportedCall(found[0], found[1:], node, file)
 
 
-def _origin(function: ast.expr, origins: dict[str, tuple[str, str]]) -> tuple[str, str] | None:
-    """Return the module and name of a called name, or of a called attribute of an imported module."""
+def _origin(function: ast.expr, origins: dict[str, tuple[str, ...]]) -> tuple[str, ...]:
+    """Return the module of a called imported name, the name, and called attributes. Empty for other calls."""
     if isinstance(function, ast.Name):
-        return origins.get(function.id)
-    if isinstance(function, ast.Attribute) and isinstance(function.value, ast.Name) and function.value.id in origins:
-        return ".".join(origins[function.value.id]), function.attr
-    return None
+        return origins.get(function.id, ())
+    if isinstance(function, ast.Attribute) and (found := _origin(function.value, origins)):
+        return (*found, function.attr)
+    return ()
+
+
+def _is_in(module: str, modules: tuple[str, ...]) -> bool:
+    return any(f"{module}.".startswith(f"{one}.") for one in modules)
 
 
 def keyword_calls(checkout: Path) -> dict[str, list[str]]:

@@ -32,6 +32,7 @@ from nrl_models import registry
 from nrl_models.errors import one_line
 from tools.release_check.failing_function import failing_function
 from tools.release_check.findings import Finding, Kind, Phase
+from tools.release_check.upstream_code.calls import changed_calls
 from tools.release_check.upstream_code.our_code import constructions, keyword_calls
 from tools.release_check.upstream_code.sources import Sources, sources_of
 
@@ -60,10 +61,11 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def all_findings(checkout: Path, baseline: Sources, installed: Sources) -> Iterator[Finding]:
-    """Return findings about overrides, output classes and keywords."""
+    """Return findings about overrides, calls, output classes and keywords."""
     classes, errors = our_classes()
     yield from errors
     yield from changed_parameters(classes, baseline)
+    yield from changed_calls(checkout, baseline)
     yield from missing_fields(checkout, classes)
     yield from swallowed_keywords(checkout, installed)
 
