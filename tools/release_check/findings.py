@@ -41,6 +41,8 @@ class Kind(StrEnum):
     """Results differ from the reference."""
     CHANGED_NUMBERS = auto()
     """Results of transformers' own class differ from those recorded with the tested version."""
+    CHANGED_CLASSES = auto()
+    """Classes of transformers are new or removed."""
     EXPIRED_QUIRK = auto()
     """A quirk that the catalog lists is gone, or is back."""
     CONFLICT = auto()

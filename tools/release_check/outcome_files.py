@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
@@ -16,7 +17,7 @@ class OutcomeFile:
     An incomplete line from an interruption is dropped. A later line replaces an earlier one with the same key.
 
     Args:
-        path: The file. Created with its folder when the first outcome is added.
+        path: The file. Created with its folder when the first outcome is added. A file `.gz` can only be read.
         key: Names of the fields that identify an outcome.
     """
 
@@ -41,7 +42,9 @@ class OutcomeFile:
         """Iterate over the last outcome of each key, in the order of the keys' first lines."""
         found: dict[tuple[Any, ...], dict[str, Any]] = {}
         if self.path.is_file():
-            for line in self.path.read_text(encoding="utf-8", errors="replace").splitlines():
+            content = self.path.read_bytes()
+            text = gzip.decompress(content) if self.path.suffix == ".gz" else content
+            for line in text.decode("utf-8", errors="replace").splitlines():
                 try:
                     outcome = json.loads(line)
                 except ValueError:  # an incomplete line

@@ -15,7 +15,8 @@ from tools.release_check.errors import ReleaseCheckError
 from tools.release_check.findings import Finding, Kind, Phase
 from tools.release_check.numbers.cases import FOLDER
 from tools.release_check.numbers.changes import UpstreamDifference, groups_of
-from tools.release_check.numbers.facts import SectionRecord, compare
+from tools.release_check.numbers.facts import Kind as FactKind
+from tools.release_check.numbers.facts import SectionRecord, compare, uncompared
 from tools.release_check.numbers.library_cases import recorded_names
 from tools.release_check.outcome_files import OutcomeFile
 from tools.release_check.packages.environments import Environment, cache_folder, make_environment
@@ -76,6 +77,11 @@ class Subject:
         if before is None or after is None or before == after:
             return None
         return sources_of(package, before, wheels_folder()), sources_of(package, after, wheels_folder())
+
+    def has_new(self, package: str) -> bool:
+        """Return True if the environment has another version of a package than the tested one."""
+        found = None if package in self.names_only else self.versions.get(package)
+        return found is not None and found != self.tested.get(package)
 
     def file(self, phase: Phase) -> Path:
         """Return the file of a phase's outcomes."""
@@ -170,15 +176,16 @@ def _of_sweep(subject: Subject, outcome: SweepOutcome) -> Finding:
 def numbers(subject: Subject) -> Iterator[Finding]:
     """Compare results of transformers' own classes with those recorded with the tested version."""
     tested, sources = subject.tested.get("transformers"), subject.sources("transformers")
-    if tested is None or sources is None:
+    if tested is None or (sources is None and not subject.has_new("torch")):
         return
-    before, after = sources
+    before, after = sources or (sources_of("transformers", tested, wheels_folder()),) * 2
+    suspect = "transformers" if sources else "torch"
     names = sorted(set(subject.names or recorded_names()) & set(recorded_names()))
     arguments = ["--jobs", str(subject.jobs), "--names", *names]
     file = subject.file(Phase.NUMBERS)
     status = subject.run(Phase.NUMBERS, [*RECORD, "--out", str(file), *arguments], minutes=60)
     _require(subject, Phase.NUMBERS, status)
-    recorded = FOLDER / f"{tested}.jsonl"
+    recorded = FOLDER / f"{tested}.jsonl.gz"
     if not recorded.is_file():
         recorded = cache_folder() / "numbers" / f"{tested}.jsonl"
         baseline = make_environment({"transformers": tested}, subject.checkout)
@@ -187,11 +194,11 @@ def numbers(subject: Subject) -> Iterator[Finding]:
         baseline.run([*RECORD, "--out", str(recorded), *arguments], log, timeout=60 * MINUTES)
     changes = compare(read_records(recorded), read_records(file))
     for group in groups_of(changes, UpstreamDifference(before, after), after.label):
-        module = group.functions[0] if group.functions else "transformers"
+        module = group.functions[0] if group.functions else suspect
         for change in group.changes:
             yield Finding(
                 Phase.NUMBERS,
-                Kind.CHANGED_NUMBERS,
+                Kind.CHANGED_CLASSES if change.kind is FactKind.CLASS else Kind.CHANGED_NUMBERS,
                 module,
                 group.name or "results",
                 functions=group.functions[:MOST_FUNCTIONS],
@@ -199,6 +206,10 @@ def numbers(subject: Subject) -> Iterator[Finding]:
                 item=f"{change.architecture} {change.section} {change.kind} {change.key}",
                 message=str(change),
             )
+    sides = ([one for one in read_records(path) if one.architecture in names] for path in (recorded, file))
+    if missing := uncompared(*sides):
+        listed = ", ".join(f"{section} ({len(classes)} classes)" for section, classes in missing.items())
+        raise PhaseError(f"{Phase.NUMBERS}: not compared, because only one of {recorded} and {file} has them: {listed}")
 
 
 RECORD = ("-m", "tools.release_check.numbers.record")

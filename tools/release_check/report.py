@@ -20,6 +20,7 @@ TITLES = {
     Kind.EXCEPTION: "{detail} in {subject}",
     Kind.DIFFERENCE: "{subject}: results differ ({detail})",
     Kind.CHANGED_NUMBERS: "{subject}: {detail} changed upstream",
+    Kind.CHANGED_CLASSES: "{subject}: {detail}",
     Kind.EXPIRED_QUIRK: "quirk {subject} is not as the catalog says",
     Kind.CONFLICT: "packages do not go together: {subject} ({detail})",
     Kind.NOT_ONBOARDED: "new model {subject} cannot be onboarded ({detail})",

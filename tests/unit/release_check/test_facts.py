@@ -7,7 +7,16 @@ from typing import Any
 import pytest
 import torch
 
-from tools.release_check.numbers.facts import Change, Facts, Kind, Section, SectionRecord, compare, fingerprint
+from tools.release_check.numbers.facts import (
+    Change,
+    Facts,
+    Kind,
+    Section,
+    SectionRecord,
+    compare,
+    fingerprint,
+    uncompared,
+)
 
 LOGITS = fingerprint(torch.randn(2, 7, 64, generator=torch.Generator().manual_seed(0)))
 
@@ -70,6 +79,21 @@ def test_error_and_absence_records() -> None:
     assert (change.kind, change.before, change.after) == (Kind.CLASS, True, False)
     assert compare([absent], [absent]) == []
     assert compare([], [works]) == []
+
+
+def test_absent_class_is_one_change() -> None:
+    absent = [SectionRecord("A", section, {Kind.CLASS: {"present": False}}) for section in Section]
+    works = [SectionRecord("A", section) for section in Section]
+    assert [change.after for change in compare(absent, works)] == [True]
+    assert [change.after for change in compare(works, absent)] == [False]
+
+
+def test_sections_of_one_side_are_listed() -> None:
+    one, other = SectionRecord("A", Section.EAGER), SectionRecord("A", Section.VIDEO)
+    third = SectionRecord("B", Section.VIDEO)
+    assert uncompared([one], [one, other, third]) == {Section.VIDEO: ["A", "B"]}
+    assert uncompared([one, other], [one]) == {Section.VIDEO: ["A"]}
+    assert uncompared([one], [one]) == {}
 
 
 @pytest.mark.parametrize("shape", [(2, 7, 64), (3, 100, 8), (5,), ()])

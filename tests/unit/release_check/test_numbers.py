@@ -12,12 +12,17 @@ import transformers
 from transformers.models.llama import modeling_llama
 from versions import since
 
+from tools.checkout import ROOT
 from tools.release_check import saved_runs
-from tools.release_check.numbers.cases import NumberCase, case_names, filled, stated
+from tools.release_check.numbers.cases import FOLDER, NumberCase, case_names, filled, stated
 from tools.release_check.numbers.facts import Change, Kind, Section, SectionRecord, compare
+from tools.release_check.numbers.library_cases import recorded_names
 from tools.release_check.numbers.record import record, record_all, recorded_versions
 from tools.release_check.numbers.write_cases import make_case
 from tools.release_check.outcome_files import OutcomeFile
+from tools.release_check.packages.tested_versions import tested_versions
+from tools.release_check.phases import read_records
+from tools.release_check.workers import Ending
 
 LLAMA = "LlamaForCausalLM"
 
@@ -101,6 +106,15 @@ def test_fixture_file_round_trip(tmp_path: Path) -> None:
     assert NumberCase.from_file(LLAMA, tmp_path) == case
     assert case_names(tmp_path) == [LLAMA]
     assert make_case("BaichuanForCausalLM") is None  # transformers has no such class
+
+
+def test_recorded_numbers_of_tested_version_are_complete() -> None:
+    tested = tested_versions(ROOT)["transformers"]
+    records = read_records(FOLDER / f"{tested}.jsonl.gz")
+    sections = {(record.architecture, record.section) for record in records}
+    assert sections == {(name, section) for name in recorded_names() for section in Section}
+    interrupted = [record for record in records if record.error_type in set(Ending)]
+    assert not interrupted
 
 
 def test_recording_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: list[SectionRecord]) -> None:

@@ -122,7 +122,8 @@ class ChangeGroup:
         fact: Kind of the facts that changed.
         functions: Differing functions that all of the changes' classes use, or otherwise that some of them use.
         changes: The changes.
-        name: Key of the fact if the same change occurs in several models. Otherwise empty.
+        name: Key of the fact if the same change occurs in several models; "new classes" or "removed classes".
+            Otherwise empty.
         since: The earlier version.
     """
 
@@ -154,11 +155,16 @@ class ChangeGroup:
 def groups_of(
     changes: Iterable[Change], difference: UpstreamDifference, version: str, since: str = ""
 ) -> list[ChangeGroup]:
-    """Group changes by kind and by the first function behind them; equal changes of several models are one group."""
+    """Group changes by kind and by the first function behind them; equal changes of several models are one group.
+
+    New classes are one group, and removed classes another. Both have no functions.
+    """
     changes = list(changes)
     loaded_otherwise = {change.architecture for change in changes if change.kind is Fact.LOADING}
 
     def functions_of(change: Change) -> tuple[str, ...]:
+        if change.kind is Fact.CLASS:
+            return ()
         found = difference.functions(change.architecture, change.kind, change.section)
         if change.architecture in loaded_otherwise:  # if weights were not loaded, everything else also differs
             found += difference.functions(change.architecture, Fact.LOADING)
@@ -173,7 +179,9 @@ def groups_of(
     found: dict[tuple[Any, ...], list[_Key]] = defaultdict(list)
     for key in behind:
         content, kind = _content(key.change), key.change.kind
-        if key.change.max_diff is None and len(first[content]) > 1:
+        if kind is Fact.CLASS:
+            found[kind, "new classes" if key.change.after else "removed classes"].append(key)
+        elif key.change.max_diff is None and len(first[content]) > 1:
             found[kind, key.change.section, tuple(sorted(models[content]))].append(key)
         else:
             found[(kind, *behind[key][:1])].append(key)
@@ -182,6 +190,7 @@ def groups_of(
         common = [name for name in behind[keys[0]] if all(name in behind[key] for key in keys)]
         functions = common or list(dict.fromkeys(name for key in keys for name in behind[key]))
         name = f"{keys[0].change.section}: {keys[0].change.key}" if len(identity) > 2 else ""
+        name = identity[1] if identity[0] is Fact.CLASS else name
         groups.append(
             ChangeGroup(version, keys[0].change.kind, tuple(functions), tuple(key.change for key in keys), name, since)
         )

@@ -160,7 +160,9 @@ class Change:
 
 
 def compare(before: Iterable[SectionRecord], after: Iterable[SectionRecord]) -> list[Change]:
-    """Return the changes between two records. Sections that only one of them has are skipped.
+    """Return the changes between two records. Sections that only one of them has are skipped; see `uncompared`.
+
+    A class that only one version has is one change, in its first section.
 
     Args:
         before: Record of the earlier version.
@@ -168,10 +170,24 @@ def compare(before: Iterable[SectionRecord], after: Iterable[SectionRecord]) -> 
     """
     earlier = {(record.architecture, record.section): record for record in before}
     changes: list[Change] = []
+    appeared: set[str] = set()
     for record in after:
-        if (old := earlier.get((record.architecture, record.section))) is not None:
-            changes += _changes(old, record)
+        old = earlier.get((record.architecture, record.section))
+        if old is None or record.architecture in appeared:
+            continue
+        found = _changes(old, record)
+        appeared.update(change.architecture for change in found if change.kind is Kind.CLASS)
+        changes += found
     return changes
+
+
+def uncompared(before: Iterable[SectionRecord], after: Iterable[SectionRecord]) -> dict[Section, list[str]]:
+    """Return the sections that only one of two records has, with their classes."""
+    missing = {(one.section, one.architecture) for one in before} ^ {(one.section, one.architecture) for one in after}
+    found: dict[Section, list[str]] = {}
+    for section, architecture in sorted(missing):
+        found.setdefault(section, []).append(architecture)
+    return found
 
 
 def _changes(before: SectionRecord, after: SectionRecord) -> list[Change]:
