@@ -9,10 +9,16 @@ from typing import Any
 
 import pytest
 from torch import nn
+from versions import since
 
 from tests.unit.release_check.wheels import sources
 from tools.release_check.findings import Kind
-from tools.release_check.upstream_code.signatures import changed_parameters, missing_fields, swallowed_keywords
+from tools.release_check.upstream_code.signatures import (
+    _generating_classes,
+    changed_parameters,
+    missing_fields,
+    swallowed_keywords,
+)
 from tools.release_check.upstream_code.sources import Sources
 
 BASELINE = {
@@ -116,3 +122,10 @@ def test_swallowed_keyword(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     (finding,) = swallowed_keywords(checkout_with(tmp_path, "model(past=1)\n"), installed)
     assert (finding.kind, finding.subject, finding.detail) == (Kind.SWALLOWED_KEYWORD, "past", "cache")
     assert finding.architectures == ("Dropped",)
+
+
+@since("5.24")  # older releases do not have all classes
+def test_swallowed_keywords_include_audio_models() -> None:
+    assert {"LlamaForCausalLM", "Gemma3ForConditionalGeneration", "GlmAsrForConditionalGeneration"} <= {
+        *_generating_classes()
+    }

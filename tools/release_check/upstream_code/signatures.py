@@ -261,16 +261,20 @@ def swallowed_keywords(checkout: Path, installed: Sources) -> Iterator[Finding]:
 
 
 def _generating_classes() -> list[str]:
-    """Return transformers classes that generate text from text, or from text and images."""
+    """Return transformers classes that generate text from text, images or audio."""
     names: set[str] = set()
-    for mapping in (modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, _multimodal_mapping()):
-        for served in mapping.values():
+    for mapping in _GENERATING:
+        for served in getattr(modeling_auto, mapping, {}).values():
             names.update((served,) if isinstance(served, str) else served)
     return sorted(name for name in names if hasattr(transformers, name))
 
 
-def _multimodal_mapping() -> Mapping[str, Any]:
-    return modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+_GENERATING = (
+    "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
+    "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES",
+    "MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES",
+)
+"""transformers' mappings from model types to classes that generate. Some versions do not have all."""
 
 
 def _renames(installed: Sources, forward: FunctionType) -> dict[str, str]:
