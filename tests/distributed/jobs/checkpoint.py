@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from safetensors import safe_open
 
-from jobs.setting import assert_same, case_of, full, local, mesh_of, new_optimizer, train
+from jobs.setting import assert_same, case_of, local, mesh_of, new_optimizer, train
 from nrl_models import AutoModelForCausalLM
 from nrl_models.common.state_dict.kept_tensors import kept_by
 from nrl_models.distributed import load_checkpoint, parallelize, save_checkpoint
@@ -225,7 +225,7 @@ def opened_while_loading(folder: str, **sizes: int) -> list[str]:
 
 def problem_of_damaged_checkpoint(folder: str, model: Any, optimizer: torch.optim.Optimizer) -> str | None:
     """Load a damaged checkpoint. Returns None if that raises a typed error and changes nothing, else the problem."""
-    before = {name: full(tensor).clone() for name, tensor in values_of(model, optimizer).items()}
+    before = {name: local(tensor).clone() for name, tensor in values_of(model, optimizer).items()}
     options = [dict(group, params=()) for group in optimizer.param_groups]
     wrong = "accepted"
     try:
@@ -234,7 +234,7 @@ def problem_of_damaged_checkpoint(folder: str, model: Any, optimizer: torch.opti
         wrong = None
     except Exception as error:
         wrong = repr(error)
-    after = {name: full(tensor) for name, tensor in values_of(model, optimizer).items()}
+    after = {name: local(tensor) for name, tensor in values_of(model, optimizer).items()}
     is_same = before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
     if not is_same or options != [dict(group, params=()) for group in optimizer.param_groups]:
         wrong = f"{wrong}, and values changed"
