@@ -58,5 +58,5 @@ def test_hanging_job_times_out() -> None:
     world = World(2)
     world.run(faults.hangs, 0)  # imports done
     with pytest.raises(RanksLostError, match=r"ranks \[1\] hang"):
-        world.run(faults.hangs, 600, patience=10)
+        world.run(faults.hangs, 600, patience=4)
     assert not world.alive
