@@ -23,14 +23,14 @@ from world import World
 from nrl_models.testing.mtp_weights import mtp_tensors
 
 RESUMED: dict[str, list[dict[str, Any]]] = {
-    "LlamaForCausalLM": [{"fsdp": 2}, {"fsdp": 2, "combine": False}, {"fsdp": 2, "tp": 2}, {"fsdp": 4}],
-    "Qwen2ForCausalLM": [{"fsdp": 2}, {"fsdp": 2, "tp": 2}],
-    "Gemma3ForCausalLM": [{"fsdp": 2}, {"fsdp": 2, "tp": 2}, {"tp": 4}],
-    "MixtralForCausalLM": [{"ep": 2}, {"fsdp": 2, "ep": 2}, {"ep": 2, "tp": 2}],
-    "DeepseekV3ForCausalLM": [{"ep": 2}, {"fsdp": 2, "tp": 2}, {"fsdp": 4}],
-    "GptOssForCausalLM": [{"fsdp": 2}, {"fsdp": 2, "ep": 2}, {"tp": 4}],
+    "LlamaForCausalLM": [{"fsdp": 2, "combine": False}, {"fsdp": 2, "tp": 2}, {"fsdp": 4}],
+    "Qwen2ForCausalLM": [{"fsdp": 2, "tp": 2}],
+    "Gemma3ForCausalLM": [{"fsdp": 2}, {"tp": 4}],
+    "MixtralForCausalLM": [{"ep": 2}, {"ep": 2, "tp": 2}],
+    "DeepseekV3ForCausalLM": [{"ep": 2}, {"fsdp": 2, "tp": 2}],
+    "GptOssForCausalLM": [{"fsdp": 2, "ep": 2}, {"tp": 4}],
 }
-"""For each model, the meshes on which a checkpoint of two ranks of `tp` resumes."""
+"""For each model, meshes on which a checkpoint of two ranks of `tp` resumes. Each mesh is that of one model or more."""
 
 
 @pytest.mark.parametrize("architecture", RESUMED)
