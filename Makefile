@@ -75,9 +75,9 @@ campaign: setup
 	$(BIN)/python -m pytest -q -n $(WORKERS) tests/campaign tests/unit/projections/test_part_calls.py --cases $(CASES) --fuzz-seed $(SEED)
 	$(BIN)/python -m pytest -q -n $(WORKERS) tests/certify
 
-# The first one test at a time: they start processes themselves.
+# Two workers: the ranks of a test have one thread each and wait for each other for a third of the time.
 test-distributed: $(VENV)/.ready-integrations
-	$(BIN)/python -m pytest -q -m "not long" tests/distributed
+	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile -m "not long" tests/distributed
 	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadgroup -m integrations tests/unit/consistency tests/unit/edits tests/unit/engines tests/unit/loading tests/unit/losses
 
 # Goes on where another run was cut.
