@@ -141,7 +141,6 @@ def test_call_after_exception_inside_model(
         },
     }
     engine.model.train()
-    expected = {key: call() for key, call in calls.items()}
 
     def hooks() -> list[tuple[str, int, bool, bool]]:
         return [
@@ -150,6 +149,7 @@ def test_call_after_exception_inside_model(
         ]
 
     before, counted = hooks(), 0
+    expected = {key: call() for key, call in calls.items()}
 
     def fail(*_: Any) -> None:
         nonlocal counted
