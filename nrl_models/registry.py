@@ -272,8 +272,8 @@ def warn_unregistered(architecture: str) -> None:
     if architecture not in _warned:
         _warned.add(architecture)
         warnings.warn(
-            f"{architecture} is not registered: it loads as transformers' own class, with the identity "
-            "adapter. Parity, consistency and export work. `nrl-models new` tells whether a family would fuse its "
+            f"{architecture} is not registered: it loads as transformers' own class. For transformers' decoders, "
+            "docs/onboarding-reach.md lists the reason. `nrl-models new` tells whether a family would fuse its "
             "projections (docs/add-a-family.md).",
             stacklevel=_frames_of_this_package() + 1,
         )

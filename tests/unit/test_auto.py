@@ -344,6 +344,8 @@ def test_unregistered_architecture_falls_back_to_transformers(tmp_path: Path, in
         model = AutoModelForCausalLM.from_pretrained(folder)
     assert len(warned) == 1
     assert warned[0].filename == __file__
+    assert "docs/onboarding-reach.md lists the reason" in str(warned[0].message)
+    assert "Parity" not in str(warned[0].message)  # it does not work for every class
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         AutoModelForCausalLM.from_config(reference.config)  # warns only once
