@@ -32,13 +32,13 @@ MAPPINGS = (
 
 
 NOT_REGISTERED: Mapping[str, str] = {
-    "BigBirdForCausalLM": "packed documents attend to each other, and it decodes different logits with a cache",
+    "BigBirdForCausalLM": "attends in both directions above 704 tokens, until a shorter sequence changes its attention",
     "DiffusionGemmaForBlockDiffusion": "denoises blocks of tokens and has no next-token loss",
     "FastVlmForConditionalGeneration": "its vision tower comes from timm; the form of its images is not known",
     "Gemma4AssistantForCausalLM": "drafts for another model and reads that model's hidden states",
     "Gemma4UnifiedAssistantForCausalLM": "drafts for another model and reads that model's hidden states",
-    "DbrxForCausalLM": "its configuration rejects tied embeddings, which one injected bug needs",
-    "Inkling2LoopForCausalLM": "an empty loop, and a head larger than the vocabulary, fail in our state-dict adapter",
+    "DbrxForCausalLM": "transformers ignores `attn_config.rope_theta` of published checkpoints",
+    "Inkling2LoopForCausalLM": "transformers builds a head larger than the vocabulary but cannot save it; injected bugs not tried",
     "Inkling2LoopForConditionalGeneration": "the same as Inkling2LoopForCausalLM",
     "InklingForConditionalGeneration": "needs scipy, which is not a dependency",
     "KyutaiSpeechToTextForConditionalGeneration": "its audio codec cannot be built from a tiny configuration",
