@@ -15,7 +15,7 @@ from nrl_models.auto import auto_class_for
 from nrl_models.common.checkpoint.files import CheckpointFiles
 from nrl_models.common.checkpoint.local_path import is_gguf
 from nrl_models.common.checkpoint.resolve_folder import resolve_folder
-from nrl_models.common.config.walk import values_of_layers
+from nrl_models.common.config.walk import parts, values_of_layers
 from nrl_models.common.gguf.gguf_files import open_files
 from nrl_models.common.modules import input_embeddings
 from nrl_models.common.projections import declared_groups
@@ -137,7 +137,8 @@ def _sizes(config: PreTrainedConfig) -> dict[str, int | list[int]]:
 def kinds_of(config: PreTrainedConfig) -> list[ModelKind]:
     """Return the kinds of model that a configuration describes."""
     text: Any = config.get_text_config()
-    experts = [value for key in EXPERT_KEYS if (value := getattr(text, key, None)) is not None]
+    described = (text, *parts(text).values())  # some have a nested configuration of their experts
+    experts = [value for part in described for key in EXPERT_KEYS if (value := getattr(part, key, None)) is not None]
     kinds = [ModelKind.MOE if any(value > 1 for value in experts) else ModelKind.DENSE]
     if getattr(config, "vision_config", None) is not None:
         kinds.append(ModelKind.VLM)

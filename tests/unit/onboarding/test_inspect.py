@@ -28,6 +28,7 @@ from nrl_models.testing.tiny import tiny_config
         ("gemma3", ["dense", "vlm"]),
         ("qwen3_next", ["moe", "hybrid"]),
         ("gpt_oss", ["moe"]),
+        ("dbrx", ["moe"]),
         ("gemma2", ["dense"]),
         ("bamba", ["dense", "hybrid"]),
     ],
