@@ -14,7 +14,7 @@ from nrl_models import registry
 from nrl_models.common.checkpoint.resolve_folder import resolve_folder
 from nrl_models.common.logs import get_logger
 from nrl_models.common.state_dict.adapter import StateDictAdapter
-from nrl_models.common.upstream import class_of_transformers
+from nrl_models.common.upstream import class_of_transformers, classes_by_config
 from nrl_models.distributed.mesh import agreed
 from nrl_models.errors import RemoteCodeError, UnknownArchitectureError, did_you_mean
 from nrl_models.family import FamilyModel
@@ -181,7 +181,7 @@ class _AutoModel:
     @classmethod
     def _served_for(cls, config: PreTrainedConfig) -> Sequence[type[PreTrainedModel]]:
         """Return transformers' classes for a configuration in this auto class."""
-        mapping: Mapping[type, Any] = cls.upstream._model_mapping
+        mapping: Mapping[type, Any] = classes_by_config(cls.upstream)
         found = mapping.get(type(config), ())
         return found if isinstance(found, (list, tuple)) else (found,)
 
@@ -274,7 +274,7 @@ AUTO_CLASSES = (
 
 def auto_class_of(config: PreTrainedConfig) -> type[_AutoModel]:
     """Return the auto class for the architecture in `config`, or for its type if no architecture matches."""
-    with_type = [auto_class for auto_class in AUTO_CLASSES if type(config) in auto_class.upstream._model_mapping]
+    with_type = [auto_class for auto_class in AUTO_CLASSES if type(config) in classes_by_config(auto_class.upstream)]
     for named in config.architectures or []:
         # Several auto classes have the same suffixes, but not each of them loads speech models.
         for auto_class in (*with_type, *AUTO_CLASSES):
@@ -313,7 +313,7 @@ def _unknown_name(named: list[str], known: list[str], config: PreTrainedConfig) 
 
 
 def _kinds_of(config: PreTrainedConfig) -> str:
-    fitting = [auto_class for auto_class in AUTO_CLASSES if type(config) in auto_class.upstream._model_mapping]
+    fitting = [auto_class for auto_class in AUTO_CLASSES if type(config) in classes_by_config(auto_class.upstream)]
     if AutoModelForImageTextToText in fitting:  # AutoModelForMultimodalLM returns the same class
         fitting = [auto_class for auto_class in fitting if auto_class is not AutoModelForMultimodalLM]
     if fitting:

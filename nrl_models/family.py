@@ -24,6 +24,7 @@ from nrl_models.common.dtypes import warn_of_rounding
 from nrl_models.common.flags import Flags, ModelFlag, MTPForm
 from nrl_models.common.forward.rewriting import adopt_rewrites, rewritten
 from nrl_models.common.forward.soft_cap import drops_soft_cap
+from nrl_models.common.model_components.upstream_peft import has_adapter, have_peft_name_references, require_peft
 from nrl_models.common.modules import peft_modules
 from nrl_models.common.projections import groups_of
 from nrl_models.common.state_dict.adapter import StateDictAdapter, adapter_of
@@ -31,7 +32,6 @@ from nrl_models.common.state_dict.own_tensors import TO_FILES, require_no_peft
 from nrl_models.common.state_dict.ties import ties_as_read
 from nrl_models.common.state_dict.to_checkpoint import quantizer_returns, to_checkpoint
 from nrl_models.common.trust.adapter_files import require_safe_adapter
-from nrl_models.common.upstream import have_peft_name_references, require_peft
 from nrl_models.distributed import saving
 from nrl_models.loading import pretrained
 from nrl_models.loading.names.hub_state_dicts import accepting_one_name, convert_names
@@ -317,7 +317,7 @@ class FamilyModel(Upstream):
             UnknownArgumentError: If `save_directory` is not a path, or `max_shard_size` is not a size.
         """
         save_directory, max_shard_size = folder_to_write(save_directory), checked_file_size(max_shard_size)
-        adapter = getattr(self, "_hf_peft_config_loaded", False)  # transformers then writes the adapter only
+        adapter = has_adapter(self)  # transformers then writes the adapter only
         if state_dict is None and not adapter:
             require_no_peft(any(peft_modules(self)), TO_FILES)
         if self.sharding is not None and state_dict is None and not adapter:

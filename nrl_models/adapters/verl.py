@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from nrl_models import registry
 from nrl_models.adapters.hub_stream import HubStream, check_trainer
 from nrl_models.auto import AUTO_CLASSES, AutoModel
-from nrl_models.common.upstream import register_class
+from nrl_models.common.upstream import classes_by_config, register_class
 from nrl_models.errors import UnknownArgumentError
 
 REQUIREMENT = "verl>=0.9,<0.10"
@@ -47,7 +47,7 @@ def register_with_transformers() -> list[str]:
     ours: dict[str, Any] = {name: registry.model_class(name) for name in names}
     registered: list[str] = []
     for auto_class in HEADS:
-        mapping: Any = auto_class.upstream._model_mapping
+        mapping: Any = classes_by_config(auto_class.upstream)
         classes: dict[Any, list[Any]] = {}
         for config_class in mapping.keys():  # noqa: SIM118, not a dict
             given = mapping[config_class]

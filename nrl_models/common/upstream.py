@@ -1,6 +1,7 @@
 """Parts of transformers without a stability promise that this library uses, for versions from 5.5 to the newest.
 
-They are collected here and in `upstream_conversions`, so that only these files change for a new version. Names that a
+They are collected here, in `upstream_conversions` and in `model_components.upstream_peft`, so that only these files
+change for a new version. Names that a
 version lacks get a replacement.
 Attributes that model classes declare (`_no_split_modules`, `_tied_weights_keys`, `_tp_plan`, ...) are read elsewhere,
 because classes outside of transformers declare them as well.
@@ -19,20 +20,18 @@ If a new version changes one of them, `make test TRANSFORMERS=X` fails in the te
 | closures of `masking_utils` (in `mask_functions.py`) | parts of a mask | `tests/unit/documents/test_masks.py` |
 | `POSITIONS_FROM_TOKENS`, `POSITIONS_FROM_MEDIA` | positions of padded batches | `tests/unit/logprobs/test_tokens.py` |
 | `KEEPS_PADDING_OUT_OF_SINGLE_ROWS` | states without padding | `tests/unit/forward` |
-| `_extra_content` of auto classes | classes of ours for transformers' configurations | `tests/unit/adapters` |
-| `MIN_PEFT_VERSION` | the error for a PEFT that is too old | `tests/unit/integrations/test_peft.py` |
+| `_model_mapping`, `_extra_content` | classes of auto classes by configuration | `tests/unit/adapters` |
+| `MIN_PEFT_VERSION`, `_hf_peft_config_loaded` | adapters (in `upstream_peft`) | `tests/unit/integrations` |
 | `_CAN_RECORD_REGISTRY` | `output_hidden_states` of a rewritten class | `test_model` of the generated suite |
 | `SERVED_MAPPINGS` | model types that another family's class serves | `tests/unit/loading/test_shared_classes.py` |
 """
 
 from __future__ import annotations
 
-import functools
+import copy
 import inspect
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
-from importlib.metadata import version
 from types import ModuleType
 from typing import Any
 
@@ -52,10 +51,7 @@ from transformers.modeling_utils import (
 )
 from transformers.models.auto import modeling_auto
 from transformers.quantizers.auto import AutoHfQuantizer
-from transformers.utils import is_peft_available
 from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
-
-from nrl_models.errors import PackageVersionError
 
 __all__ = [
     "CACHE_NAMES",
@@ -69,21 +65,22 @@ __all__ = [
     "cache_input",
     "cache_name",
     "check_and_set_device_map",
+    "classes_by_config",
     "computed_device_map",
     "computes_positions",
+    "config_value",
     "device_in_context",
     "dtype_plan",
     "gguf_reading",
     "has_reached",
-    "have_peft_name_references",
     "is_initialized",
     "mark_initialized",
     "named_arguments",
     "record_as",
     "register_class",
-    "require_peft",
     "str_to_torch_dtype",
     "text_part",
+    "with_additive_masks",
     "with_variant",
 ]
 
@@ -177,46 +174,23 @@ def requests_dequantization(quantization_config: Any, quant_method: str | None) 
     return bool(settings.get("dequantize")) or settings.get("run_compressed") is False
 
 
-# Adapters
+# Configurations
 
 
-def require_peft(method: str, instead: str) -> None:
-    """Check that transformers' adapter methods accept the installed PEFT.
+def config_value(config: PreTrainedConfig, key: str, default: Any) -> Any:
+    """Return a value of a configuration, also the common value of a key that has separate values for each layer.
 
-    Args:
-        method: The method that is called, for the message.
-        instead: A call of PEFT itself that does the same with any version.
-
-    Raises:
-        PackageVersionError: transformers requires a newer PEFT.
+    Newer versions raise an error if such a key is read as an attribute.
     """
-    from transformers.integrations.peft import MIN_PEFT_VERSION
-
-    if is_peft_available() and Version(installed := version("peft")) < Version(MIN_PEFT_VERSION):
-        raise PackageVersionError(
-            f"{method} of transformers {transformers.__version__} needs peft>={MIN_PEFT_VERSION}; peft {installed} is "
-            f"installed. Use {instead}, which works with it, or install a newer peft or an older transformers."
-        )
+    read = getattr(config, "_getattr_without_heterogeneous_validation", None)
+    return getattr(config, key, default) if read is None else read(key, default)
 
 
-def have_peft_name_references() -> None:
-    """Make PEFT record transformers' class instead of ours in adapters without a task type.
-
-    `AutoPeftModel` imports the class that an adapter names, from trusted packages. PEFT determines the class in one
-    method, which is wrapped for our models. No effect if PEFT is not imported.
-    """
-    peft_model = getattr(sys.modules.get("peft"), "PeftModel", None)
-    if peft_model is None or hasattr(peft_model._get_base_model_class, "names_references"):
-        return
-    original = peft_model._get_base_model_class
-
-    @functools.wraps(original)
-    def base_model_class(self: Any, *args: Any, **kwargs: Any) -> Any:
-        found = original(self, *args, **kwargs)
-        return found.reference_class() if hasattr(found, "reference_class") else found
-
-    base_model_class.names_references = True  # type: ignore[attr-defined]
-    peft_model._get_base_model_class = base_model_class
+def with_additive_masks(config: PreTrainedConfig) -> PreTrainedConfig:
+    """Return a copy of a configuration for which transformers' masks are numbers to add, and are never left out."""
+    copied = copy.copy(config)
+    copied._attn_implementation_internal = "eager"
+    return copied
 
 
 # Dtypes and initialization
@@ -303,7 +277,7 @@ def register_class(mapping: Any, config_class: type[PreTrainedConfig], given: An
     In some versions (5.18), the mapping's `register` silently ignores configurations from transformers.
 
     Args:
-        mapping: `_model_mapping` of an auto class, or a similar mapping.
+        mapping: `classes_by_config` of an auto class, or a similar mapping.
         config_class: The configuration's class.
         given: A class, or a tuple of classes for the configuration.
     """
@@ -311,6 +285,11 @@ def register_class(mapping: Any, config_class: type[PreTrainedConfig], given: An
 
 
 # Auto classes
+
+
+def classes_by_config(auto_class: Any) -> Any:
+    """Return the mapping of a transformers auto class from configuration classes to a model class, or to a tuple."""
+    return auto_class._model_mapping
 
 
 SERVED_MAPPINGS = (

@@ -25,8 +25,10 @@ from torch._C import _len_torch_function_stack as count_function_modes
 from torch._C import _storage_Use_Count as storage_use_count
 from torch._C._autograd import _top_saved_tensors_default_hooks as saved_tensors_hooks
 from torch.distributed import _state_dict_utils as state_dict_utils
+from torch.distributed.fsdp._common_utils import FSDP_FLATTENED as FLATTENED
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 from torch.nn.modules.conv import _ConvNd as ConvNd
+from torch.nn.modules.dropout import _DropoutNd as DropoutNd
 from torch.overrides import _get_current_function_mode_stack as function_mode_stack
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
@@ -43,6 +45,7 @@ __all__ = [
     "DeviceContext",
     "DisableTorchFunction",
     "DisableTorchFunctionSubclass",
+    "DropoutNd",
     "FSDPMeshInfo",
     "ShardPlacementResult",
     "StridedShard",
@@ -117,9 +120,16 @@ PRIVATE_ATTRIBUTES = (
     PrivateAttribute("torch.nn.modules.module", "Module", "_compiled_call_impl"),
     PrivateAttribute("torch.nn.modules.module", "Module", "_forward_hooks"),
     PrivateAttribute("torch.nn.modules.module", "Module", "_forward_pre_hooks"),
+    PrivateAttribute("torch.nn.modules.module", "Module", "_metadata"),
     PrivateAttribute("torch.nn.modules.module", "Module", "_modules"),
     PrivateAttribute("torch.nn.modules.module", "Module", "_non_persistent_buffers_set"),
     PrivateAttribute("torch.nn.modules.module", "Module", "_parameters"),
+    PrivateAttribute("torch.nn.utils.prune", "BasePruningMethod", "_tensor_name"),
+    PrivateAttribute("torch.ao.nn.quantized.modules.linear", "Linear", "_packed_params"),
+    PrivateAttribute("torch.distributed.fsdp._fully_shard._fsdp_common", "", "FSDPMeshInfo"),
+    PrivateAttribute("torch.distributed.fsdp._fully_shard._fsdp_common", "", "ShardPlacementResult"),
+    PrivateAttribute("torch.distributed.fsdp._fully_shard._fsdp_state", "FSDPState", "_fsdp_param_groups"),
+    PrivateAttribute("torch.distributed.fsdp._fully_shard._fully_shard", "FSDPModule", "_get_fsdp_state"),
     PrivateAttribute("torch._dynamo.eval_frame", "OptimizedModule", "_orig_mod"),
     PrivateAttribute(
         "torch.distributed.algorithms._checkpoint.checkpoint_wrapper", "ActivationWrapper", "_checkpoint_wrapped_module"
@@ -138,9 +148,6 @@ WRAPPERS = (
 """Torch's classes that wrap one module, with the attribute that contains it."""
 WRAPPED_NAMES = frozenset(wrapper.name for wrapper in WRAPPERS if wrapper.name.startswith("_"))
 """Attributes in which wrappers have the inner module. Modules of models have no attributes with these names."""
-
-FLATTENED = "_fsdp_flattened"
-"""Attribute by which FSDP1 marks the parameters that it flattens, and the flat parameters."""
 
 FSDP1_NAME = "_fsdp_wrapped_module"
 _HIDDEN = ("_checkpoint_wrapped_module", FSDP1_NAME)

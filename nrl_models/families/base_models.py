@@ -13,6 +13,7 @@ from typing import Any
 import transformers
 from transformers import PreTrainedModel
 
+from nrl_models.common.upstream import classes_by_config
 from nrl_models.families import folders, module_of
 from nrl_models.families.table import TABLE
 from nrl_models.family import FamilyModel
@@ -28,7 +29,7 @@ def _is_base(found: Any) -> bool:
     """Return True for a model class without a head in any auto class."""
     if not (isinstance(found, type) and issubclass(found, PreTrainedModel)) or found.config_class is None:
         return False
-    served = transformers.AutoModel._model_mapping.get(found.config_class, None)
+    served = classes_by_config(transformers.AutoModel).get(found.config_class, None)
     return found in (served if isinstance(served, tuple | list) else (served,))
 
 

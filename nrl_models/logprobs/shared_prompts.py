@@ -18,6 +18,7 @@ from torch import nn
 from nrl_models.common.documents import masks
 from nrl_models.common.forward.routing import routing_is_observed
 from nrl_models.common.switches import is_off
+from nrl_models.common.upstream_torch import DropoutNd
 from nrl_models.common.value_checks import is_number
 from nrl_models.logprobs.microbatches import Layout, Microbatch, layout_of
 
@@ -50,7 +51,7 @@ def _drops(module: nn.Module) -> bool:
     """Return True if a module may apply dropout or noise: a value of it or of its configuration is not zero."""
     if not module.training:
         return False
-    if isinstance(module, nn.modules.dropout._DropoutNd):
+    if isinstance(module, DropoutNd):
         return module.p > 0
     values = vars(module) | getattr(getattr(module, "config", None), "__dict__", {})
     return any(

@@ -7,6 +7,8 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
+from nrl_models.common.upstream import config_value
+
 
 def own_values(config: PreTrainedConfig) -> dict[str, Any]:
     """Return the keys and values that `config` would save, with nested configurations as objects.
@@ -14,8 +16,10 @@ def own_values(config: PreTrainedConfig) -> dict[str, Any]:
     If layers have separate values (`per_layer_config`), transformers raises when the common value is read. This
     function reads it anyway.
     """
-    read = getattr(config, "_getattr_without_heterogeneous_validation", None) or (lambda *a: getattr(config, *a))
-    return {key: value if key == "per_layer_config" else read(key, value) for key, value in config.to_dict().items()}
+    return {
+        key: value if key == "per_layer_config" else config_value(config, key, value)
+        for key, value in config.to_dict().items()
+    }
 
 
 def walk(config: PreTrainedConfig, prefix: str = "") -> Iterator[tuple[str, PreTrainedConfig, str, Any]]:

@@ -24,7 +24,7 @@ from nrl_models.common.checkpoint.resolve_folder import resolve_folder
 from nrl_models.common.gguf.gguf_header import INSTALL, GGUFHeader, kinds_of, read_header, refused
 from nrl_models.common.gguf.gguf_metadata import with_all_metadata
 from nrl_models.common.process_state import BUILDING
-from nrl_models.common.upstream import gguf_reading
+from nrl_models.common.upstream import classes_by_config, gguf_reading
 from nrl_models.errors import ConfigurationError, NRLModelsError, Problem, ProblemKind, listed, one_line
 
 NOT_CONFIGURATION = ("_model_name_or_path", "unk_token_id")
@@ -236,7 +236,7 @@ def _model_of(values: Mapping[str, Any]) -> torch.nn.Module:
     config = AutoConfig.for_model(**values)
     named = [getattr(transformers, name, None) for name in config.architectures or ()]
     autos: tuple[Any, ...] = (AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoModel)
-    classes = [*filter(None, named), *(auto for auto in autos if type(config) in auto._model_mapping)]
+    classes = [*filter(None, named), *(auto for auto in autos if type(config) in classes_by_config(auto))]
     with BUILDING, torch.device("meta"):
         verbosity = logging.get_verbosity()
         logging.set_verbosity_error()  # the model is only temporary

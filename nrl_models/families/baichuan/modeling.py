@@ -9,7 +9,6 @@ Shape suffixes: `B` batch, `H` heads, `Q` queries, `K` keys.
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable
 from typing import Any
@@ -34,7 +33,7 @@ from transformers.models.mistral.modeling_mistral import MistralMLP
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
-from nrl_models.common.upstream import cache_name
+from nrl_models.common.upstream import cache_name, with_additive_masks
 from nrl_models.common.upstream_conversions import Chunk, WeightConverter, register_checkpoint_conversion_mapping
 from nrl_models.families.baichuan.configuration import BaichuanConfig
 
@@ -220,9 +219,7 @@ class BaichuanModel(BaichuanPreTrainedModel):
                 f"attn_implementation={implementation!r} cannot add ALiBi's biases: "
                 "load the model with 'sdpa' or 'eager'"
             )
-        config = copy.copy(self.config)
-        config._attn_implementation_internal = "eager"  # its masks are additive, and are never skipped
-        mask: Any = create_causal_mask(config, **mask_inputs)
+        mask: Any = create_causal_mask(with_additive_masks(self.config), **mask_inputs)
         queries = torch.arange(mask.shape[-2], device=mask.device) + seen
         distance = torch.arange(mask.shape[-1], device=mask.device) - queries[:, None]
         slopes = torch.tensor(alibi_slopes(self.config.num_attention_heads), device=mask.device)

@@ -136,7 +136,7 @@ def _outside_prefix(model: PreTrainedModel, renamed: Mapping[str, str], unknown:
 
 def _single_outputs(model: PreTrainedModel, unknown: Collection[str], stored: Mapping[str, StoredTensor]) -> set[str]:
     """Find unknown keys of modules outside the base model with one linear, from hidden states to a single number."""
-    weight = (1, getattr(text_part(model.config, decoder=True), "hidden_size", None))
+    weight: tuple[int, ...] = (1, getattr(text_part(model.config, decoder=True), "hidden_size", 0))
     found = set()
     for keys in _by_outermost_module(unknown, _modules_in_base(model)):
         shapes = [stored[key].shape if key in stored else () for key in keys]

@@ -10,45 +10,46 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.ao.nn import quantized
+from torch.nn.utils import prune
 
-import nrl_models
 from nrl_models.common import upstream_torch
 from nrl_models.common.upstream_torch import PRIVATE_ATTRIBUTES, WRAPPERS, PrivateAttribute
+from tests.unit.common.source_names import PACKAGE, dotted, is_private, own_names, private_attributes, trees
 
-PACKAGE = Path(nrl_models.__path__[0])
-OBJECTS = (torch.ones(1), torch.ones(1).untyped_storage(), nn.Linear(1, 1), torch.ops.aten.add.Tensor)
+OBJECTS = (
+    torch.ones(1),
+    torch.ones(1).untyped_storage(),
+    nn.Linear(1, 1),
+    nn.Linear(1, 1).state_dict(),
+    torch.ops.aten.add.Tensor,
+    *prune.identity(nn.Linear(1, 1), "weight")._forward_pre_hooks.values(),
+    *([quantized.Linear(1, 1)] if "fbgemm" in torch.backends.quantized.supported_engines else []),
+)
 """An instance of each class whose private attributes may be used."""
-
-
-def is_private(name: str) -> bool:
-    return name.startswith("_") and not name.startswith("__")
-
-
-def dotted(node: ast.expr) -> str:
-    """Return the dotted name of an expression, such as `torch.utils._pytree`, or an empty string."""
-    if isinstance(node, ast.Attribute):
-        base = dotted(node.value)
-        return f"{base}.{node.attr}" if base else ""
-    return node.id if isinstance(node, ast.Name) else ""
 
 
 def private_names(text: str) -> Iterator[str]:
     """Return the private names of torch that a module imports or reads from a torch module."""
-    for node in ast.walk(ast.parse(text)):
+    tree = ast.parse(text)
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    imported = {alias.asname or alias.name: f"{node.module}.{alias.name}" for node in imports for alias in node.names}
+    for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom):
             names = [f"{node.module}.{alias.name}" for alias in node.names]
         elif isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         else:
-            names = [dotted(node)] if isinstance(node, ast.Attribute) else []
+            first, *rest = dotted(node).split(".") if isinstance(node, ast.Attribute) else [""]
+            names = [".".join([imported.get(first, first), *rest])]
         for name in names:
             if name.startswith("torch.") and any(map(is_private, name.split("."))):
                 yield name
 
 
 def test_private_names_are_used_in_one_module() -> None:
-    listed = {f"torch.{attribute.class_name}.{attribute.name}" for attribute in PRIVATE_ATTRIBUTES}
-    listed |= {"torch.Tensor._make_wrapper_subclass"}
+    listed = {f"{attribute.module}.{attribute.class_name}.{attribute.name}" for attribute in PRIVATE_ATTRIBUTES}
+    listed = {name.replace("..", ".") for name in listed} | {"torch.Tensor._make_wrapper_subclass"}
     uses = [
         f"{file.relative_to(PACKAGE)}: {name}"
         for file in sorted(PACKAGE.rglob("*.py"))
@@ -66,6 +67,7 @@ def test_private_names_are_used_in_one_module() -> None:
         "from torch.overrides import _private",
         "import torch.utils._device",
         "import torch\nstate = torch._C._get_tracing_state()",
+        "from torch import nn\nkind = nn.modules.dropout._DropoutNd",
     ],
 )
 def test_private_names_detects_imports_and_attributes(text: str) -> None:
@@ -74,33 +76,24 @@ def test_private_names_detects_imports_and_attributes(text: str) -> None:
 
 def test_private_attributes_are_listed() -> None:
     """Private attributes of torch objects that are not defined by a module of nrl_models."""
-    texts = {file: ast.parse(file.read_text()) for file in PACKAGE.rglob("*.py")}
-    own_names = {
-        name
-        for tree in texts.values()
-        for node in ast.walk(tree)
-        for name in (getattr(node, "name", ""), *_stored_on_self(node))
-    }
     listed = {object_.name for object_ in PRIVATE_ATTRIBUTES}
     missing = {
-        f"{file.relative_to(PACKAGE)}:{node.lineno}: {node.attr}"
-        for file, tree in texts.items()
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Attribute)
-        and is_private(node.attr)
-        and node.attr not in own_names | listed
-        and any(hasattr(object_, node.attr) for object_ in OBJECTS)
+        f"{file}:{line}: {name}"
+        for file, tree in trees().items()
+        for line, name in private_attributes(tree)
+        if name not in own_names() | listed and any(hasattr(object_, name) for object_ in OBJECTS)
     }
     assert not missing, f"add to PRIVATE_ATTRIBUTES: {sorted(missing)}"
 
 
-def _stored_on_self(node: ast.AST) -> Iterator[str]:
-    if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and dotted(node.value) == "self":
-        yield node.attr
+def test_private_attributes_in_the_list_module_are_listed() -> None:
+    listed = {object_.name for object_ in PRIVATE_ATTRIBUTES} | {"_local_scalar_dense"}
+    used = {name for _, name in private_attributes(trees()["common/upstream_torch.py"])}
+    assert used <= listed
 
 
 @pytest.mark.parametrize("attribute", PRIVATE_ATTRIBUTES, ids=lambda attribute: attribute.name)
 def test_listed_attribute_is_used(attribute: PrivateAttribute) -> None:
     import_module(attribute.module)
-    users = [file for file in PACKAGE.rglob("*.py") if attribute.name in file.read_text()]
-    assert len(users) > 1 or attribute in WRAPPERS, "remove it from PRIVATE_ATTRIBUTES"
+    uses = sum(file.read_text().count(attribute.name) for file in PACKAGE.rglob("*.py"))
+    assert uses > 1 or attribute in WRAPPERS, "remove it from PRIVATE_ATTRIBUTES"
