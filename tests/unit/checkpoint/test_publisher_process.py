@@ -20,7 +20,7 @@ from nrl_models.common.checkpoint.local_path import CONFIG_NAME, GENERATION_NAME
 from nrl_models.engines.hf import HFEngine
 from nrl_models.errors import ProblemKind
 
-GENERATIONS = 80
+GENERATIONS = 40
 FIRST = 100
 """Number of the first generation, chosen to differ from all default values in the configuration."""
 
