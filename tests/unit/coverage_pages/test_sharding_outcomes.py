@@ -1,6 +1,7 @@
 """Recording outcomes of sharded architectures, and their text on the pages."""
 
 from nrl_models import registry
+from nrl_models.testing.variants import with_variants
 from tools.checkout import PAGES
 from tools.coverage_pages import sharding_outcomes
 from tools.coverage_pages.results import Kind, Record, Records, all_versions, read_records, versions_summary
@@ -57,7 +58,7 @@ def test_versions_of_several_runs() -> None:
 
 def test_every_other_outcome_has_a_reason() -> None:
     recorded = read_records(PAGES)
-    registered = set(registry.architectures(aliases=False))
+    registered = set(with_variants(registry.architectures(aliases=False)))
     for kind in sharding_outcomes.FEATURES:
         assert recorded[kind].keys() <= registered
         for name, record in recorded[kind].items():
