@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 from collections.abc import Callable, Iterator
 from functools import wraps
@@ -14,10 +15,11 @@ import torch
 from nrl_models import registry
 from nrl_models.errors import NRLModelsError
 from nrl_models.testing.case import FamilyCase
+from tests.unit.common.source_names import trees
 from tools.release_check import saved_runs
 from tools.release_check.sweep import class_sweep
 from tools.release_check.sweep.class_checks import CHECKS, ClassUnderTest, difference, run_checks, run_one
-from tools.release_check.sweep.independent import independent_logits
+from tools.release_check.sweep.independent import IMPLEMENTATIONS
 from tools.release_check.sweep.outcomes import Check, Outcome, Reference, SweepOutcome
 from tools.release_check.workers import End, Ending, Result
 
@@ -117,13 +119,42 @@ def test_baichuan_has_independent_reference(monkeypatch: pytest.MonkeyPatch, tmp
     assert (outcome.outcome, outcome.reference) == (Outcome.DIFFERENT, Reference.INDEPENDENT)
 
 
-@pytest.mark.parametrize("name", ["BaichuanForCausalLM", "BaiChuanForCausalLM"])
-def test_independent_baichuan_matches_reference(name: str) -> None:
-    case = FamilyCase(registry.model_class(name))  # type: ignore[arg-type]
-    inputs = case.inputs(length=12)
-    with torch.no_grad():
-        expected = case.reference()(**inputs).logits
-    assert difference(independent_logits(case.reference(), inputs), expected) < 1e-5
+@pytest.mark.parametrize("name", registry.FAMILIES["baichuan"])
+@pytest.mark.parametrize("check", [Check.LOGITS, Check.GRADIENTS])
+def test_independent_baichuan_matches_reference(name: str, check: Check, tmp_path: Path) -> None:
+    outcome = run_one(name, check, ClassUnderTest(name, tmp_path))
+    assert outcome.outcome is Outcome.EQUAL
+
+
+@pytest.mark.parametrize("name", registry.FAMILIES["baichuan"])
+def test_wrong_attention_of_baichuan_is_found(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Each model and its reference scale attention by the same wrong factor."""
+    from nrl_models.families.baichuan.modeling import BaichuanAttention
+
+    original: Callable[..., None] = BaichuanAttention.__init__
+
+    def scaled(self: Any, *args: Any) -> None:
+        original(self, *args)
+        self.scaling *= 1.1
+
+    monkeypatch.setattr(BaichuanAttention, "__init__", scaled)
+    case = ClassUnderTest(name, tmp_path)
+    for check in (Check.LOGITS, Check.GRADIENTS):
+        outcome = run_one(name, check, case)
+        assert (outcome.outcome, outcome.reference) == (Outcome.DIFFERENT, Reference.INDEPENDENT)
+
+
+def test_references_of_this_library_have_independent_implementations() -> None:
+    architectures = set(registry.architectures(aliases=False))
+    modules = [tree for file, tree in trees().items() if file.startswith("families/")]
+    defined = {node.name for tree in modules for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
+    references = {
+        name
+        for name in defined & architectures
+        if not registry.model_class(name).reference_class().__module__.startswith("transformers.")  # type: ignore[attr-defined]
+    }
+    assert references
+    assert references <= IMPLEMENTATIONS.keys()
 
 
 def test_masked_logits_do_not_hide_differences() -> None:

@@ -52,6 +52,7 @@ from tools.release_check.sweep.comparisons import (
     compare_tensors,
     difference,
 )
+from tools.release_check.sweep.independent import independent_gradients
 from tools.release_check.sweep.outcomes import Check, Outcome, Reference, SweepOutcome
 
 TOLERANCE = 1e-4
@@ -212,6 +213,8 @@ def _check_gradients(case: ClassUnderTest) -> Comparisons:
         return found
 
     yield from compare_call(case, run)
+    if not case.is_transformers and (expected := independent_gradients(case.reference(), inputs)) is not None:
+        yield Comparison(Reference.INDEPENDENT, difference(run(case.model), expected))
 
 
 CHECKS: Mapping[Check, Callable[[ClassUnderTest], Comparisons]] = {

@@ -10,9 +10,14 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch.func import functional_call
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3ForCausalLM
+
+Weights = Mapping[str, torch.Tensor]
+Implementation = Callable[[Any, Weights, Mapping[str, Any]], torch.Tensor | None]
+"""Computes logits from a configuration, weights by name, and inputs. None if it does not support the inputs."""
 
 
 @torch.no_grad()
@@ -24,13 +29,35 @@ def independent_logits(reference: PreTrainedModel, inputs: Mapping[str, Any]) ->
         inputs: Inputs of its forward.
     """
     implementation = IMPLEMENTATIONS.get(type(reference).__name__)
-    return None if implementation is None else implementation(reference, inputs)
+    return None if implementation is None else implementation(reference.config, reference.state_dict(), inputs)
 
 
-def _baichuan(reference: PreTrainedModel, inputs: Mapping[str, Any]) -> torch.Tensor | None:
-    """Baichuan's decoder for unpadded sequences, from arXiv 2309.10305."""
-    config: Any = reference.config
-    weights = reference.state_dict()
+def independent_gradients(reference: PreTrainedModel, inputs: Mapping[str, Any]) -> dict[str, torch.Tensor] | None:
+    """Return gradients of the loss by another implementation. None if there is none for these inputs.
+
+    Args:
+        reference: The plain implementation, for its weights and configuration.
+        inputs: Inputs of its forward, with labels.
+    """
+    implementation = IMPLEMENTATIONS.get(type(reference).__name__)
+    if implementation is None:
+        return None
+    weights = {name: value.detach().clone().requires_grad_() for name, value in reference.named_parameters()}
+    labels = inputs["labels"]
+    with torch.enable_grad():
+        logits = implementation(
+            reference.config, weights, {name: value for name, value in inputs.items() if name != "labels"}
+        )
+        if logits is None:
+            return None
+        if any(name.endswith("lm_head.weight") for name in weights):  # predicts the next token
+            logits, labels = logits[:, :-1], labels[:, 1:]
+        F.cross_entropy(logits.flatten(0, -2), labels.flatten()).backward()
+    return {name: value.grad for name, value in weights.items() if value.grad is not None}
+
+
+def _baichuan(config: Any, weights: Weights, inputs: Mapping[str, Any]) -> torch.Tensor:
+    """Baichuan's decoder for unpadded sequences, from arXiv 2309.10305, with one of its three heads."""
     heads, ids = config.num_attention_heads, inputs["input_ids"]
     length, has_alibi = ids.shape[1], config.position_embedding_type == "alibi"
 
@@ -61,10 +88,21 @@ def _baichuan(reference: PreTrainedModel, inputs: Mapping[str, Any]) -> torch.Te
         inner = normalized(states, f"{name}.post_attention_layernorm")
         gate, up = (linear(inner, f"{name}.mlp.{which}_proj") for which in ("gate", "up"))
         states = states + linear(F.silu(gate) * up, f"{name}.mlp.down_proj")
+    states = normalized(states, "model.norm")
+    if "lm_head.weight" not in weights:
+        return F.linear(states, weights["score.weight"], weights.get("score.bias"))
     head = weights["lm_head.weight"]
     if config.normalize_head:
         head = head / head.norm(dim=-1, keepdim=True)
-    return normalized(states, "model.norm") @ head.T
+    return states @ head.T
+
+
+def _baichuan_of_sequence(config: Any, weights: Weights, inputs: Mapping[str, Any]) -> torch.Tensor:
+    """Return the scores of the last token that is not padding, `(batch, labels)`."""
+    ids = inputs["input_ids"]
+    columns = torch.arange(ids.shape[1])
+    last = torch.where(ids != config.pad_token_id, columns, -1).amax(-1)
+    return _baichuan(config, weights, inputs)[torch.arange(len(ids)), last]
 
 
 def _alibi(heads: int) -> torch.Tensor:
@@ -83,18 +121,23 @@ def _rotated(states: torch.Tensor, base: float) -> torch.Tensor:
     return torch.cat([pairs.real, pairs.imag], dim=-1)
 
 
-def _kimi_vl(reference: PreTrainedModel, inputs: Mapping[str, Any]) -> torch.Tensor | None:
+def _kimi_vl(config: Any, weights: Weights, inputs: Mapping[str, Any]) -> torch.Tensor | None:
     """Compute Kimi-VL on text only with transformers' DeepSeek-V3."""
     if inputs.keys() - {"input_ids", "attention_mask"}:
         return None
-    decoder = DeepseekV3ForCausalLM._from_config(reference.config.text_config).eval()
-    decoder.load_state_dict(reference.language_model.state_dict())  # type: ignore[union-attr]
-    return decoder(**inputs, use_cache=False).logits
+    decoder = DeepseekV3ForCausalLM._from_config(config.text_config).eval()
+    prefix = "language_model."
+    own = {name.removeprefix(prefix): value for name, value in weights.items() if name.startswith(prefix)}
+    if missing := decoder.state_dict().keys() - own.keys():
+        raise ValueError(f"Kimi-VL has no {sorted(missing)}")
+    return functional_call(decoder, own, kwargs={**inputs, "use_cache": False}).logits
 
 
-IMPLEMENTATIONS: Mapping[str, Callable[[PreTrainedModel, Mapping[str, Any]], torch.Tensor | None]] = {
+IMPLEMENTATIONS: Mapping[str, Implementation] = {
     "BaichuanForCausalLM": _baichuan,
     "BaiChuanForCausalLM": _baichuan,
+    "BaichuanForSequenceClassification": _baichuan_of_sequence,
+    "BaichuanForTokenClassification": _baichuan,
     "KimiVLForConditionalGeneration": _kimi_vl,
 }
 """Implementations by the class name of the plain implementation."""
