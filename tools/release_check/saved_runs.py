@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -30,6 +31,19 @@ class SavedOutcome(Protocol):
 
 T = TypeVar("T", bound=SavedOutcome)
 
+KILLED = tuple(f"exit code {-number}" for number in (signal.SIGKILL, signal.SIGTERM))
+"""Messages of outcomes whose process was killed, for example because the machine ran out of memory."""
+
+
+def was_interrupted(values: Mapping[str, Any]) -> bool:
+    """Return True if a time limit or a signal ended the run of an outcome's subject. Then the outcome is unknown.
+
+    Args:
+        values: A line of JSON.
+    """
+    ending = values.get("outcome") or values.get("error_type")
+    return ending == Ending.TIMED_OUT or (ending == Ending.CRASHED and values.get("message") in KILLED)
+
 
 @dataclass(frozen=True)
 class SavedRun(Generic[T]):
@@ -54,6 +68,8 @@ class SavedRun(Generic[T]):
     ) -> Iterator[T]:
         """Yield the outcomes of every subject: existing ones of the file, then new ones, which are appended.
 
+        Subjects that were interrupted run again.
+
         Args:
             path: The file of outcomes.
             names: Subjects.
@@ -65,7 +81,7 @@ class SavedRun(Generic[T]):
         file = OutcomeFile(path, ("architecture", self.part_field))
         done: dict[str, list[T]] = {}
         for values in file:
-            if values.get("versions") == versions and values["architecture"] in names:
+            if values.get("versions") == versions and values["architecture"] in names and not was_interrupted(values):
                 done.setdefault(values["architecture"], []).append(self.from_json(values))
         finished = {name for name, found in done.items() if {one.part for one in found} == set(self.parts)}
         for name in sorted(finished):

@@ -17,6 +17,7 @@ from nrl_models.errors import NRLModelsError
 from nrl_models.testing.case import FamilyCase
 from tests.unit.common.source_names import trees
 from tools.release_check import saved_runs
+from tools.release_check.outcome_files import OutcomeFile
 from tools.release_check.sweep import class_sweep
 from tools.release_check.sweep.class_checks import CHECKS, ClassUnderTest, difference, run_checks, run_one
 from tools.release_check.sweep.independent import IMPLEMENTATIONS
@@ -243,6 +244,28 @@ def test_crash_keeps_earlier_checks(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert outcomes[Check.LOAD].outcome is Outcome.EQUAL
     assert outcomes[Check.LOGITS].outcome is outcomes[Check.GRADIENTS].outcome is Outcome.CRASHED
     assert outcomes[Check.LOGITS].message == "exit code -11"
+
+
+@pytest.mark.parametrize(
+    ("outcome", "message", "again"),
+    [
+        (Outcome.TIMED_OUT, "more than 300 s", ["A"]),
+        (Outcome.CRASHED, "exit code -9", ["A"]),  # killed
+        (Outcome.CRASHED, "exit code -11", []),  # a crash of the class
+    ],
+)
+def test_interrupted_class_runs_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, outcome: Outcome, message: str, again: list[str]
+) -> None:
+    path, started = tmp_path / "outcomes.jsonl", list[str]()
+    monkeypatch.setattr(saved_runs, "run_subjects", fake_events(started))
+    list(class_sweep.sweep(path, ["A"], jobs=1))
+    lost = SweepOutcome("A", Check.LOGITS, outcome, message=message, versions=class_sweep.installed_versions())
+    OutcomeFile(path, ("architecture", "check")).add(lost.to_json())
+    started.clear()
+    outcomes = {one.check: one.outcome for one in class_sweep.sweep(path, ["A"], jobs=1)}
+    assert started == again
+    assert outcomes[Check.LOGITS] is (Outcome.EQUAL if again else outcome)
 
 
 def test_unknown_names_exit_with_message(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
