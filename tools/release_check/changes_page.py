@@ -7,15 +7,15 @@ from collections.abc import Mapping, Sequence
 
 from packaging.version import Version
 
-from tools.release_check.numbers.changes import ChangeGroup
-from tools.release_check.reported import Reported, Score, judgment_of
+from tools.release_check.judgments import Row
+from tools.release_check.numbers.facts import Change, Kind
+from tools.release_check.reported import Reported, Score
 
-MOST_NAMES, MOST_FUNCTIONS, MOST_CHARACTERS = 4, 2, 60
+MOST_NAMES, MOST_FUNCTIONS, MOST_SECTIONS, MOST_CHARACTERS = 20, 2, 3, 60
 
 
 def page(
-    groups: Sequence[ChangeGroup],
-    judgments: Mapping[str, Mapping[str, str]],
+    rows: Sequence[Row],
     result: Score,
     replayed: Sequence[Version],
     recorded: Mapping[str, Sequence[Version]],
@@ -24,14 +24,13 @@ def page(
     """Return the page of changes.
 
     Args:
-        groups: Changes of all releases.
-        judgments: Judgments by the key of a group.
+        rows: Changes of all releases, by cause.
         result: The score.
         replayed: Releases in order.
         recorded: Releases on which a class was recorded, by class.
         reported: Reported regressions.
     """
-    counts = Counter(judgment_of(group, judgments) for group in groups)
+    counts = Counter(row.judgment for row in rows)
     visible = len(result.found) + len(result.missed)
     lines = [
         "<!-- Written by `python -m tools.release_check.replay`; edit tools/release_check/judgments.json instead. -->",
@@ -42,7 +41,7 @@ def page(
         "[Recorded releases](#recorded-releases) ran on the same tiny checkpoints and inputs. "
         "[Replay earlier releases](release-check.md#replay-earlier-releases) describes the command.",
         "",
-        f"- {len(groups)} changes: {', '.join(f'{count} {kind}' for kind, count in sorted(counts.items())) or 'none'}",
+        f"- {len(rows)} changes: {', '.join(f'{count} {kind}' for kind, count in sorted(counts.items())) or 'none'}",
         f"- reported regressions found: {share(result.recall)} "
         f"({len(result.found)} of {visible}; {len(result.unseen)} others cannot be found by this replay: they need a "
         "GPU, or start and end outside these releases)",
@@ -54,12 +53,13 @@ def page(
         "",
         "## Changes",
         "",
-        "A change appears under the first release in which it was recorded. The column `upstream` lists functions that "
-        "differ between the two compared releases, the most likely cause first.",
+        "A row is one change of transformers and all results that it changed. It lists the first release in which a "
+        "result changed. There are several if the classes were not recorded on the same releases. The column "
+        "`upstream` lists functions that differ between the compared releases.",
         "",
         "| release | compared with | classes | change | upstream | judgment |",
         "|---|---|---|---|---|---|",
-        *(_row(group, judgments) for group in groups),
+        *(_row(row) for row in rows),
         "",
         "## Reported regressions",
         "",
@@ -80,16 +80,23 @@ def share(value: float | None) -> str:
     return "none" if value is None else f"{value:.0%}"
 
 
-def _row(group: ChangeGroup, judgments: Mapping[str, Mapping[str, str]]) -> str:
-    first = group.changes[0]
-    amount = f", up to {group.max_diff:.2g}" if group.max_diff is not None else ""
-    sections = ", ".join(sorted({str(change.section) for change in group.changes}))
-    example = "" if group.max_diff is not None else f"; {first.key}: {_short(first.before)} to {_short(first.after)}"
-    functions = "<br>".join(f"`{name.removeprefix('transformers.')}`" for name in group.functions[:MOST_FUNCTIONS])
-    reason = judgments.get(group.key, {}).get("reason", "")
-    judged = judgment_of(group, judgments) + (f": {reason}" if reason else "")
-    changed = f"{group.fact} ({sections}){amount}{example}"
-    return _cells(group.version, group.since, _names(group.architectures), changed, functions or "-", judged)
+def _row(row: Row) -> str:
+    functions = "<br>".join(f"`{name.removeprefix('transformers.')}`" for name in row.functions[:MOST_FUNCTIONS])
+    judged = row.judgment + (f": {row.cause.reason}" if row.cause else "")
+    versions, since = ", ".join(row.versions), ", ".join(row.since)
+    return _cells(versions, since, _first(row.architectures), _changes(row.changes), functions or "-", judged)
+
+
+def _changes(changes: Sequence[Change]) -> str:
+    """Return kinds of changes with their sections, and the largest difference or one example."""
+    sections: dict[Kind, set[str]] = defaultdict(set)
+    for change in changes:
+        sections[change.kind].add(str(change.section))
+    listed = ", ".join(f"{kind} ({_first(sorted(found), MOST_SECTIONS)})" for kind, found in sections.items())
+    if differences := [change.max_diff for change in changes if change.max_diff is not None]:
+        return f"{listed}, up to {max(differences):.2g}"
+    first = changes[0]
+    return f"{listed}; {first.key}: {_short(first.before)} to {_short(first.after)}"
 
 
 def _reported_row(one: Reported, result: Score) -> str:
@@ -121,6 +128,6 @@ def _short(value: object) -> str:
     return f"`{text}`"
 
 
-def _names(names: Sequence[str]) -> str:
-    more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
-    return ", ".join(names[:MOST_NAMES]) + more
+def _first(names: Sequence[str], most: int = MOST_NAMES) -> str:
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more

@@ -21,6 +21,7 @@ from tools.release_check.numbers.library_cases import recorded_names
 from tools.release_check.outcome_files import OutcomeFile
 from tools.release_check.packages.environments import Environment, cache_folder, make_environment
 from tools.release_check.packages.tested_versions import PACKAGES
+from tools.release_check.saved_runs import was_interrupted
 from tools.release_check.sweep.outcomes import PASSED, SweepOutcome
 from tools.release_check.sweep.outcomes import Outcome as SweepResult
 from tools.release_check.upstream_code.names import missing_names, missing_torch_attributes
@@ -192,7 +193,7 @@ def numbers(subject: Subject) -> Iterator[Finding]:
         log = subject.out / f"{Phase.NUMBERS}.log"
         recorded.parent.mkdir(parents=True, exist_ok=True)
         baseline.run([*RECORD, "--out", str(recorded), *arguments], log, timeout=60 * MINUTES)
-    changes = compare(read_records(recorded), read_records(file))
+    changes = compare(complete_records(recorded), read_records(file))
     for group in groups_of(changes, UpstreamDifference(before, after), after.label):
         module = group.functions[0] if group.functions else suspect
         for change in group.changes:
@@ -220,6 +221,13 @@ MOST_FUNCTIONS = 8
 def read_records(path: Path) -> list[SectionRecord]:
     """Read the records in a file that `numbers` wrote."""
     return [SectionRecord.from_json(line) for line in OutcomeFile(path, ("architecture", "section"))]
+
+
+def complete_records(path: Path) -> list[SectionRecord]:
+    """Read the records of classes that no time limit and no signal interrupted."""
+    records = read_records(path)
+    interrupted = {record.architecture for record in records if was_interrupted(record.to_json())}
+    return [record for record in records if record.architecture not in interrupted]
 
 
 def suite(subject: Subject) -> Iterator[Finding]:

@@ -2,7 +2,8 @@
 
     python -m tools.release_check.replay --from 5.5 --to 5.24 --out DIR
 
-The same command resumes an interrupted run. `judgments.json` lists which changes upstream intended.
+The same command resumes an interrupted run, and records classes again that a time limit ended. `judgments.json`
+lists which changes upstream intended.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import os
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from packaging.version import Version
@@ -21,17 +22,15 @@ from tools.checkout import ROOT
 from tools.commands import command_line, stderr
 from tools.release_check.changes_page import page, share
 from tools.release_check.errors import ReleaseCheckError
+from tools.release_check.judgments import read_causes, rows_of, unused_causes
 from tools.release_check.numbers.changes import ChangeGroup, UpstreamDifference, groups_of
 from tools.release_check.numbers.facts import Kind, SectionRecord, compare
 from tools.release_check.numbers.library_cases import recorded_names
 from tools.release_check.packages import index
 from tools.release_check.packages.environments import make_environment
-from tools.release_check.phases import RECORD, read_records, wheels_folder
+from tools.release_check.phases import RECORD, complete_records, wheels_folder
 from tools.release_check.reported import Reported, score
 from tools.release_check.upstream_code.sources import sources_of
-
-JUDGMENTS = Path(__file__).with_name("judgments.json")
-"""By the key of a group of changes: `{"judgment": "intended", "reason": "..."}`. Edited by hand."""
 
 REPORTED = Path(__file__).with_name("reported_regressions.json")
 """Publicly reported regressions, written down before the first replay."""
@@ -77,7 +76,7 @@ def replay(
 ) -> Iterator[list[ChangeGroup]]:
     """Record every release, and yield the changes of each but the first. A release that cannot be recorded is left out.
 
-    A class that a release has no records of is compared with the last release that has some.
+    A class without records of a release, or with interrupted ones, is compared with the last release that has some.
 
     Args:
         versions: releases in order.
@@ -95,7 +94,7 @@ def replay(
             stderr.print(str(error), style="red", markup=False, soft_wrap=True)
             continue
         of_class: dict[str, list[SectionRecord]] = defaultdict(list)
-        for found in read_records(file) if file.is_file() else ():
+        for found in complete_records(file) if file.is_file() else ():
             of_class[found.architecture].append(found)
         new = sources_of("transformers", version, wheels_folder())
         groups: list[ChangeGroup] = []
@@ -118,14 +117,10 @@ def recorded_releases(versions: Sequence[Version], out: Path) -> dict[str, list[
     found: dict[str, list[Version]] = defaultdict(list)
     for version in versions:
         file = out / f"{version}.jsonl"
-        records = read_records(file) if file.is_file() else []
+        records = complete_records(file) if file.is_file() else []
         for name in sorted({one.architecture for one in records if one.facts.get(Kind.CLASS) != {"present": False}}):
             found[name].append(version)
     return found
-
-
-def _read(path: Path) -> Any:
-    return json.loads(path.read_text()) if path.is_file() else None
 
 
 def main(
@@ -147,11 +142,14 @@ def main(
     out.mkdir(parents=True, exist_ok=True)
     found = replay(versions, out.resolve(), name or recorded_names(), jobs, recorded=recorded)
     groups = [group for of_release in found for group in of_release]
-    judgments = _read(JUDGMENTS) or {}
-    reported = [Reported.from_json(values) for values in _read(REPORTED) or []]
-    result = score(groups, reported, judgments, versions)
-    to_page.write_text(page(groups, judgments, result, versions, recorded_releases(versions, out), reported))
-    stderr.print(f"{len(groups)} changes, recall {share(result.recall)}, false alarms {share(result.false_alarm_rate)}")
+    causes = read_causes()
+    rows = rows_of(groups, causes)
+    for cause in unused_causes(rows, causes, versions):
+        stderr.print(f"judgment without a change: {', '.join(sorted(cause.releases))}: {cause.reason}", style="yellow")
+    reported = [Reported.from_json(values) for values in json.loads(REPORTED.read_text())]
+    result = score(rows, reported, versions)
+    to_page.write_text(page(rows, result, versions, recorded_releases(versions, out), reported))
+    stderr.print(f"{len(rows)} changes, recall {share(result.recall)}, false alarms {share(result.false_alarm_rate)}")
     stderr.print(f"page: {to_page}")
 
 

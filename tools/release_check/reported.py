@@ -1,14 +1,14 @@
-"""Judgments of changes, and the score of a replay: how many reported regressions it finds."""
+"""The score of a replay: how many reported regressions it finds."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from enum import StrEnum, auto
 from typing import Any
 
 from packaging.version import Version
 
+from tools.release_check.judgments import Judgment, Row
 from tools.release_check.numbers.changes import ChangeGroup
 from tools.release_check.numbers.facts import Kind
 
@@ -25,18 +25,6 @@ SHOWN_BY: Mapping[str, frozenset[Kind]] = {
     "tokenizer": frozenset(),
 }
 """By the observation of a reported regression, the kinds of facts that reveal it."""
-
-
-class Judgment(StrEnum):
-    """Whether upstream intended a change."""
-
-    INTENDED = auto()
-    REGRESSION = auto()
-    FIX = auto()
-    """Fixes a regression of an earlier release."""
-    FALSE_ALARM = auto()
-    """The class did not change, so the comparison is wrong."""
-    UNJUDGED = auto()
 
 
 @dataclass(frozen=True)
@@ -102,8 +90,8 @@ class Score:
         found: Reported regressions that a change reveals.
         missed: Reported regressions that no change reveals.
         unseen: Regressions that cannot be visible: they need a GPU, or start and end outside of the replayed releases.
-        alarms: Groups of changes.
-        false_alarms: Groups judged as false alarms, and groups without a function and a judgment.
+        alarms: Rows of the page.
+        false_alarms: Rows judged as false alarms, and rows without a function and a judgment.
     """
 
     found: tuple[str, ...]
@@ -123,13 +111,9 @@ class Score:
         return self.false_alarms / self.alarms if self.alarms else None
 
 
-def score(
-    groups: Sequence[ChangeGroup],
-    reported: Iterable[Reported],
-    judgments: Mapping[str, Mapping[str, str]],
-    replayed: Sequence[Version],
-) -> Score:
+def score(rows: Sequence[Row], reported: Iterable[Reported], replayed: Sequence[Version]) -> Score:
     """Compare the changes that were found with the regressions that were reported."""
+    groups = [group for row in rows for group in row.groups]
     found, missed, unseen = [], [], []
     for one in reported:
         if not one.visible or not one.releases(replayed):
@@ -139,13 +123,7 @@ def score(
         else:
             missed.append(one.thread)
     false = sum(
-        judgment_of(group, judgments) is Judgment.FALSE_ALARM
-        or (judgment_of(group, judgments) is Judgment.UNJUDGED and not group.functions)
-        for group in groups
+        row.judgment is Judgment.FALSE_ALARM or (row.judgment is Judgment.UNJUDGED and not row.functions)
+        for row in rows
     )
-    return Score(tuple(found), tuple(missed), tuple(unseen), len(groups), false)
-
-
-def judgment_of(group: ChangeGroup, judgments: Mapping[str, Mapping[str, str]]) -> Judgment:
-    """The judgment of a group of changes."""
-    return Judgment(judgments.get(group.key, {}).get("judgment", Judgment.UNJUDGED))
+    return Score(tuple(found), tuple(missed), tuple(unseen), len(rows), false)

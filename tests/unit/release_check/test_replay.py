@@ -10,13 +10,15 @@ import pytest
 from packaging.version import Version
 
 from tests.unit.release_check.wheels import sources
+from tools.release_check import replay as replays
 from tools.release_check.changes_page import page
+from tools.release_check.judgments import Cause, Judgment, read_causes, rows_of, unused_causes
 from tools.release_check.numbers import changes
 from tools.release_check.numbers.changes import ChangeGroup, UpstreamDifference, groups_of
 from tools.release_check.numbers.facts import Change, Kind, Section, SectionRecord
 from tools.release_check.outcome_files import OutcomeFile
-from tools.release_check.replay import recorded_releases
-from tools.release_check.reported import Judgment, Reported, judgment_of, score
+from tools.release_check.replay import recorded_releases, replay
+from tools.release_check.reported import Reported, score
 
 MODULE = "transformers.models.one.modeling_one"
 RELEASES = [Version("5.0"), Version("5.1"), Version("5.2")]
@@ -102,22 +104,22 @@ def test_score(difference: UpstreamDifference) -> None:
         reported(thread="before the first release", introduced="5.0"),
         reported(thread="on GPUs", visible_on_cpu=False),
     ]
-    result = score([*groups, noise], regressions, {}, RELEASES)
+    result = score(rows_of([*groups, noise], []), regressions, RELEASES)
     assert result.found == ("found", "fix found")
     assert result.missed == ("other file", "other results", "other class", "other release")
     assert result.unseen == ("before the first release", "on GPUs")
     assert result.recall == pytest.approx(1 / 3)
     assert result.false_alarm_rate == 0.5
-    judged = {noise.key: {"judgment": "intended", "reason": "rounding"}}
-    assert score([*groups, noise], regressions, judged, RELEASES).false_alarms == 0
+    judged = rows_of([*groups, noise], [Cause(frozenset({"5.2"}), Judgment.INTENDED, "rounding")])
+    assert score(judged, regressions, RELEASES).false_alarms == 0
 
 
 def test_page_has_judgments_reports_and_releases(difference: UpstreamDifference) -> None:
     groups = groups_of([change("One"), change("Two")], difference, "5.1", "5.0")
-    judgments = {groups[0].key: {"judgment": "regression", "reason": "see #1"}}
+    rows = rows_of(groups, [Cause(frozenset({"5.1"}), Judgment.REGRESSION, "see #1", classes=frozenset({"One"}))])
     reports = [reported(thread="one https://one"), reported(thread="two https://two", introduced="5.2")]
-    result = score(groups, reports, judgments, RELEASES)
-    text = page(groups, judgments, result, RELEASES, {"One": RELEASES, "Two": RELEASES[:2]}, reports)
+    result = score(rows, reports, RELEASES)
+    text = page(rows, result, RELEASES, {"One": RELEASES, "Two": RELEASES[:2]}, reports)
     assert "regression: see #1" in text
     assert "| unjudged |" in text
     assert "| 5.1 | 5.0 | One |" in text
@@ -126,7 +128,56 @@ def test_page_has_judgments_reports_and_releases(difference: UpstreamDifference)
     assert "| [two](https://two) | 5.2 | - | missed |" in text
     assert "| One | all 3 |" in text
     assert "| Two | 5.0, 5.1 |" in text
-    assert [judgment_of(group, judgments) for group in groups] == [Judgment.REGRESSION, Judgment.UNJUDGED]
+    assert [row.judgment for row in rows] == [Judgment.REGRESSION, Judgment.UNJUDGED]
+
+
+def test_cause_is_one_row(difference: UpstreamDifference) -> None:
+    """A cause that changes an error, numbers and two releases is one row; other changes of the class stay apart."""
+    error = change("One", Kind.ERROR, None, before="KeyError", after=None)
+    first = groups_of([error, change("One"), change("One", Kind.TIES, None)], difference, "5.1", "5.0")
+    second = groups_of([change("Two")], difference, "5.2", "5.0")
+    releases, kinds = frozenset({"5.1", "5.2"}), frozenset({Kind.ERROR, Kind.NUMBERS})
+    cause = Cause(releases, Judgment.FIX, "works", ("shared:used",), kinds=kinds)
+    judged, unjudged = rows_of([*first, *second], [cause])
+    assert judged.architectures == ("One", "Two")
+    assert {one.kind for one in judged.changes} == kinds
+    assert (judged.versions, judged.since, judged.functions) == (("5.1", "5.2"), ("5.0",), ("shared:used",))
+    assert [one.kind for one in unjudged.changes] == [Kind.TIES]
+    text = page([judged, unjudged], score([judged, unjudged], [], RELEASES), RELEASES, {}, [])
+    assert (
+        "| 5.1, 5.2 | 5.0 | One, Two | error (eager), numbers (eager), up to 0.1 | `shared:used` | fix: works |" in text
+    )
+
+
+def test_cause_without_change_is_reported(difference: UpstreamDifference) -> None:
+    cause = Cause(frozenset({"5.1"}), Judgment.FIX, "works", sections=frozenset({Section.SDPA}))
+    rows = rows_of(groups_of([change("One")], difference, "5.1"), [cause])
+    assert unused_causes(rows, [cause], RELEASES) == [cause]
+    assert unused_causes(rows, [cause], RELEASES[:1]) == []  # a replay of other releases
+
+
+def test_judgments_have_reasons() -> None:
+    for cause in read_causes():
+        assert cause.reason
+        assert cause.functions
+        assert cause.judgment is not Judgment.UNJUDGED
+
+
+def test_interrupted_class_is_not_recorded(
+    tmp_path: Path, difference: UpstreamDifference, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The class is compared with the release before, although some of its sections were recorded."""
+    files = {version: OutcomeFile(tmp_path / f"{version}.jsonl", ("architecture", "section")) for version in RELEASES}
+    for file, logits in zip(files.values(), ([1.0], [5.0], [2.0]), strict=True):
+        file.add(SectionRecord("One", Section.EAGER, {Kind.NUMBERS: {"logits": logits}}).to_json())
+    files[RELEASES[1]].add(
+        SectionRecord("One", Section.SDPA, error_type="timed_out", message="more than 300 s").to_json()
+    )
+    monkeypatch.setattr(replays, "sources_of", lambda package, version, folder: difference.after)
+    first, second, third = replay(RELEASES, tmp_path, ["One"], 1, recorded=True)
+    assert (first, second) == ([], [])
+    assert [(group.version, group.since) for group in third] == [("5.2", "5.0")]
+    assert recorded_releases(RELEASES, tmp_path) == {"One": [RELEASES[0], RELEASES[2]]}
 
 
 def test_modules_of_a_section_come_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,6 +193,19 @@ def test_modules_of_a_section_come_first(tmp_path: Path, monkeypatch: pytest.Mon
     assert quantized.functions == ("transformers.integrations.compressed_tensors:convert",)
     (other,) = groups_of([change("One")], difference, "5.1")
     assert other.functions == ()
+
+
+def test_errors_list_functions_of_caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model's module imports no cache layer. Errors in assisted generation come from them."""
+    monkeypatch.setattr(changes, "NumberCase", Case)
+
+    def files(body: str) -> dict[str, str]:
+        cache = f"class Layer:\n    def crop(self): return {body}\n"
+        return {"transformers/models/one/modeling_one.py": "", "transformers/cache_utils.py": cache}
+
+    difference = UpstreamDifference(sources(tmp_path, "5.0", files("1")), sources(tmp_path, "5.1", files("2")))
+    (group,) = groups_of([change("One", Kind.ERROR, None, before=None, after="ValueError")], difference, "5.1")
+    assert group.functions == ("transformers.cache_utils:Layer.crop",)
 
 
 def test_recorded_releases_exclude_absent_classes(tmp_path: Path) -> None:

@@ -15,14 +15,15 @@ from tools.release_check.numbers.facts import Change, Section
 from tools.release_check.numbers.facts import Kind as Fact
 from tools.release_check.upstream_code.sources import Sources, changed_functions, imported_modules
 
+_LOADING = ("conversion_mapping", "core_model_loading", "modeling_utils")
+_GENERATION = ("cache_utils", "masking_utils", "generation.utils")
+
 SHARED: dict[Fact, tuple[str, ...]] = {
-    **dict.fromkeys(
-        (Fact.NAMES, Fact.LOADING, Fact.FILES, Fact.DTYPES, Fact.TIES, Fact.ERROR),
-        ("conversion_mapping", "core_model_loading", "modeling_utils"),
-    ),
+    **dict.fromkeys((Fact.NAMES, Fact.LOADING, Fact.FILES, Fact.DTYPES, Fact.TIES), _LOADING),
+    Fact.ERROR: (*_LOADING, *_GENERATION),
     **dict.fromkeys((Fact.INITIALIZATION, Fact.INITIALIZATION_SCALE), ("initialization", "modeling_utils")),
     **dict.fromkeys((Fact.CONFIG_KEYS, Fact.CONFIG_DEFAULTS), ("configuration_utils", "modeling_rope_utils")),
-    **dict.fromkeys((Fact.TOKENS, Fact.NUMBERS), ("cache_utils", "masking_utils", "generation.utils")),
+    **dict.fromkeys((Fact.TOKENS, Fact.NUMBERS), _GENERATION),
     Fact.GRADIENTS: ("loss.loss_utils", "modeling_layers"),
     Fact.FIELDS: ("modeling_outputs", "utils.generic"),
 }
