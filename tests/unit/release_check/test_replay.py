@@ -151,8 +151,9 @@ def test_cause_is_one_row(difference: UpstreamDifference) -> None:
 
 def test_cause_without_change_is_reported(difference: UpstreamDifference) -> None:
     cause = Cause(frozenset({"5.1"}), Judgment.FIX, "works", sections=frozenset({Section.SDPA}))
-    rows = rows_of(groups_of([change("One")], difference, "5.1"), [cause])
-    assert unused_causes(rows, [cause], RELEASES) == [cause]
+    causes = [Cause(frozenset({"5.1"}), Judgment.FIX, "used"), cause]
+    rows = rows_of(groups_of([change("One")], difference, "5.1"), causes)
+    assert unused_causes(rows, causes, RELEASES) == [cause]
     assert unused_causes(rows, [cause], RELEASES[:1]) == []  # a replay of other releases
 
 
