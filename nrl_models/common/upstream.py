@@ -1,8 +1,8 @@
 """Parts of transformers without a stability promise that this library uses, for versions from 5.5 to the newest.
 
 They are collected here, in `upstream_conversions` and in `model_components.upstream_peft`, so that only these files
-change for a new version. Names that a
-version lacks get a replacement.
+change for a new version. Names that a version lacks get a replacement.
+
 Attributes that model classes declare (`_no_split_modules`, `_tied_weights_keys`, `_tp_plan`, ...) are read elsewhere,
 because classes outside of transformers declare them as well.
 
