@@ -42,7 +42,8 @@ def independent_gradients(reference: PreTrainedModel, inputs: Mapping[str, Any])
     implementation = IMPLEMENTATIONS.get(type(reference).__name__)
     if implementation is None:
         return None
-    weights = {name: value.detach().clone().requires_grad_() for name, value in reference.named_parameters()}
+    weights = reference.state_dict()
+    weights |= {name: value.detach().clone().requires_grad_() for name, value in reference.named_parameters()}
     labels = inputs["labels"]
     with torch.enable_grad():
         logits = implementation(
