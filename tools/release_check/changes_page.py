@@ -123,7 +123,7 @@ def _cells(*cells: str) -> str:
 
 
 def _short(value: object) -> str:
-    text = str(value)
+    text = str(value).replace("`", "'")
     text = text if len(text) <= MOST_CHARACTERS else f"{text[:MOST_CHARACTERS]}..."
     return f"`{text}`"
 

@@ -149,6 +149,12 @@ def test_cause_is_one_row(difference: UpstreamDifference) -> None:
     )
 
 
+def test_backticks_of_messages_do_not_end_code(difference: UpstreamDifference) -> None:
+    error = change("One", Kind.ERROR, None, before="Cannot `crop`", after=None)
+    rows = rows_of(groups_of([error], difference, "5.1"), [])
+    assert "`Cannot 'crop'` to `None`" in page(rows, score(rows, [], RELEASES), RELEASES, {}, [])
+
+
 def test_cause_without_change_is_reported(difference: UpstreamDifference) -> None:
     cause = Cause(frozenset({"5.1"}), Judgment.FIX, "works", sections=frozenset({Section.SDPA}))
     causes = [Cause(frozenset({"5.1"}), Judgment.FIX, "used"), cause]
