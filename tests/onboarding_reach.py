@@ -38,7 +38,7 @@ NOT_REGISTERED: Mapping[str, str] = {
     "Gemma4AssistantForCausalLM": "drafts for another model and reads that model's hidden states",
     "Gemma4UnifiedAssistantForCausalLM": "drafts for another model and reads that model's hidden states",
     "DbrxForCausalLM": "transformers ignores `attn_config.rope_theta` of published checkpoints",
-    "Inkling2LoopForCausalLM": "transformers cannot save its head (larger than the vocabulary); no injected bugs tried",
+    "Inkling2LoopForCausalLM": "transformers cannot save a head larger than the vocabulary",
     "Inkling2LoopForConditionalGeneration": "the same as Inkling2LoopForCausalLM",
     "InklingForConditionalGeneration": "needs scipy, which is not a dependency",
     "KyutaiSpeechToTextForConditionalGeneration": "its audio codec cannot be built from a tiny configuration",
