@@ -20,6 +20,7 @@ If a new version changes one of them, `make test TRANSFORMERS=X` fails in the te
 | closures of `masking_utils` (in `mask_functions.py`) | parts of a mask | `tests/unit/documents/test_masks.py` |
 | `POSITIONS_FROM_TOKENS`, `POSITIONS_FROM_MEDIA` | positions of padded batches | `tests/unit/logprobs/test_tokens.py` |
 | `KEEPS_PADDING_OUT_OF_SINGLE_ROWS` | states without padding | `tests/unit/forward` |
+| `_decode_special_floats` | values of configurations | `tests/unit/config/test_comparison.py` |
 | `_model_mapping`, `_extra_content` | classes of auto classes by configuration | `tests/unit/adapters` |
 | `MIN_PEFT_VERSION`, `_hf_peft_config_loaded` | adapters (in `upstream_peft`) | `tests/unit/integrations` |
 | `_CAN_RECORD_REGISTRY` | `output_hidden_states` of a rewritten class | `test_model` of the generated suite |
@@ -68,6 +69,7 @@ __all__ = [
     "classes_by_config",
     "computed_device_map",
     "computes_positions",
+    "config_from_json",
     "config_value",
     "device_in_context",
     "dtype_plan",
@@ -184,6 +186,11 @@ def config_value(config: PreTrainedConfig, key: str, default: Any) -> Any:
     """
     read = getattr(config, "_getattr_without_heterogeneous_validation", None)
     return getattr(config, key, default) if read is None else read(key, default)
+
+
+def config_from_json(config_class: type[PreTrainedConfig], values: Mapping[str, Any]) -> PreTrainedConfig:
+    """Build a configuration from the content of a `config.json`, in which infinity is `{"__float__": "Infinity"}`."""
+    return config_class.from_dict(config_class._decode_special_floats(values))
 
 
 def with_additive_masks(config: PreTrainedConfig) -> PreTrainedConfig:

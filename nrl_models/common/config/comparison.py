@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 from collections.abc import Collection, Iterator, Mapping
@@ -12,6 +13,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from nrl_models.common.config.keys import BOOKKEEPING, generation_keys, is_read
 from nrl_models.common.config.recorded_keys import keys_of_training
 from nrl_models.common.config.walk import own_values, walk
+from nrl_models.common.upstream import config_from_json
 from nrl_models.errors import Problem, ProblemKind, shown
 
 _CLASS = frozenset({"model_type"})
@@ -53,7 +55,7 @@ def differences(
         yield Problem(ProblemKind.CONFIG, "model_type", detail)
         return
     try:
-        there, here = (config_class.from_dict(json.loads(json.dumps(each))) for each in (saved, current))
+        there, here = (config_from_json(config_class, each) for each in (copy.deepcopy(saved), current))
     except Exception as error:  # configuration classes raise any exception
         yield Problem(ProblemKind.CONFIG, "config.json", f"cannot be read by {config_class.__name__}: {error}")
         return

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, MistralConfig, PreTrainedModel
+from transformers import LlamaConfig, Mamba2Config, MistralConfig, PreTrainedModel
 
 from nrl_models import AutoModelForCausalLM, registry
 from nrl_models.common.config.comparison import differences
@@ -43,6 +43,16 @@ def saved_by(model: PreTrainedModel, **changes: Any) -> dict[str, Any]:
 def test_irrelevant_keys_may_differ(changes: Mapping[str, Any]) -> None:
     model = llama()
     assert list(differences(saved_by(model, **changes), model)) == []
+
+
+def test_infinite_values_of_another_version_are_read() -> None:
+    config = tiny_config(Mamba2Config, {"time_step_limit": (0.0, float("inf"))})
+    model = AutoModelForCausalLM.from_config(config, device="meta")
+    saved = saved_by(model, transformers_version="4.40.0")
+    assert saved["time_step_limit"] == [0.0, {"__float__": "Infinity"}]
+    assert list(differences(saved, model)) == []
+    (problem,) = differences(saved | {"time_step_limit": [0.0, 1.0]}, model)
+    assert problem.subject == "time_step_limit"
 
 
 @pytest.mark.parametrize(
