@@ -50,7 +50,10 @@ IMPORTS = f"from transformers import planted\nfrom {MODULE} import Schedule, pla
         ("other(model, memory)", "", ""),
     ],
 )
-def test_changed_call(call: str, function: str, detail: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_changed_call(
+    call: str, function: str, detail: str, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tmp_path = tmp_path_factory.mktemp("checkout")  # calls are cached by path, and `tmp_path` may be used again
     planted = ModuleType(MODULE)
     exec(AFTER, vars(planted))
     monkeypatch.setitem(sys.modules, MODULE, planted)

@@ -20,7 +20,7 @@ from tools.release_check.numbers.library_cases import recorded_names
 from tools.release_check.numbers.record import record, record_all, recorded_versions
 from tools.release_check.numbers.write_cases import make_case
 from tools.release_check.outcome_files import OutcomeFile
-from tools.release_check.packages.tested_versions import tested_versions
+from tools.release_check.packages import tested_versions
 from tools.release_check.phases import read_records
 from tools.release_check.workers import Ending
 
@@ -109,7 +109,7 @@ def test_fixture_file_round_trip(tmp_path: Path) -> None:
 
 
 def test_recorded_numbers_of_tested_version_are_complete() -> None:
-    tested = tested_versions(ROOT)["transformers"]
+    tested = tested_versions.tested_versions(ROOT)["transformers"]
     records = read_records(FOLDER / f"{tested}.jsonl.gz")
     sections = {(record.architecture, record.section) for record in records}
     assert sections == {(name, section) for name in recorded_names() for section in Section}
