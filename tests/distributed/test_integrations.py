@@ -21,6 +21,8 @@ from world import World
 from nrl_models import AutoModelForCausalLM
 from nrl_models.common.projections import report
 
+pytestmark = pytest.mark.timeout(600)  # one launch trains several models
+
 SCRIPTS = Path(__file__).parent / "scripts"
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
