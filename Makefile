@@ -12,7 +12,7 @@
 #   make distributed-coverage  shard every architecture over two processes, write the coverage pages; 20 minutes
 #   make test-trainers  tests of each trainer in docs/trainers.md, in an environment of its own
 #   make engine         install vLLM into .venv-engine
-#   make test-engine    tests of a real inference engine; 15 minutes
+#   make test-engine    tests of a real inference engine; 10 minutes
 #   make engine-coverage  compare every family that vLLM supports with it, write docs/engine-coverage.md; an hour
 #   make image-coverage   the same with images; 10 minutes
 #   make mlx-coverage     the same with MLX; half an hour
