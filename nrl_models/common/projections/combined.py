@@ -82,12 +82,10 @@ class CombinedProjections(nn.Module):
         # Not in a backward pass: a checkpoint runs this again, and must compute the same as before.
         if self._join_when_run and current_graph_task_id() == -1:
             self.join_projections()
-        separate = _is_step_of_decoding(args, kwargs) or hooked_module(self) is not None
-        running = [
-            (group, run)
-            for group in self._groups
-            if (group.always_answers or not separate) and not group.wrapped(self) and (run := group.begin()) is not None
-        ]
+        groups = [group for group in self._groups if group.is_joined or group.always_answers]
+        if groups and (_is_step_of_decoding(args, kwargs) or hooked_module(self) is not None):
+            groups = [group for group in groups if group.always_answers]
+        running = [(group, run) for group in groups if not group.wrapped(self) and (run := group.begin()) is not None]
         if not running:
             return super().forward(*args, **kwargs)
         complete = False
