@@ -193,7 +193,8 @@ def numbers(subject: Subject) -> Iterator[Finding]:
         log = subject.out / f"{Phase.NUMBERS}.log"
         recorded.parent.mkdir(parents=True, exist_ok=True)
         baseline.run([*RECORD, "--out", str(recorded), *arguments], log, timeout=60 * MINUTES)
-    changes = compare(complete_records(recorded), read_records(file))
+    records = read_records(recorded), read_records(file)
+    changes = compare(complete_records(records[0]), records[1])
     for group in groups_of(changes, UpstreamDifference(before, after), after.label):
         module = group.functions[0] if group.functions else suspect
         for change in group.changes:
@@ -207,7 +208,7 @@ def numbers(subject: Subject) -> Iterator[Finding]:
                 item=f"{change.architecture} {change.section} {change.kind} {change.key}",
                 message=str(change),
             )
-    sides = ([one for one in read_records(path) if one.architecture in names] for path in (recorded, file))
+    sides = ([one for one in side if one.architecture in names] for side in records)
     if missing := uncompared(*sides):
         listed = ", ".join(f"{section} ({len(classes)} classes)" for section, classes in missing.items())
         raise PhaseError(f"{Phase.NUMBERS}: not compared, because only one of {recorded} and {file} has them: {listed}")
@@ -223,10 +224,9 @@ def read_records(path: Path) -> list[SectionRecord]:
     return [SectionRecord.from_json(line) for line in OutcomeFile(path, ("architecture", "section"))]
 
 
-def complete_records(path: Path) -> list[SectionRecord]:
-    """Read the records of classes that no time limit and no signal interrupted."""
-    records = read_records(path)
-    interrupted = {record.architecture for record in records if was_interrupted(record.to_json())}
+def complete_records(records: Sequence[SectionRecord]) -> list[SectionRecord]:
+    """Return the records of classes that no time limit and no signal interrupted."""
+    interrupted = {one.architecture for one in records if was_interrupted(one.error_type, one.message)}
     return [record for record in records if record.architecture not in interrupted]
 
 

@@ -28,7 +28,7 @@ from tools.release_check.numbers.facts import Kind, SectionRecord, compare
 from tools.release_check.numbers.library_cases import recorded_names
 from tools.release_check.packages import index
 from tools.release_check.packages.environments import make_environment
-from tools.release_check.phases import RECORD, complete_records, wheels_folder
+from tools.release_check.phases import RECORD, complete_records, read_records, wheels_folder
 from tools.release_check.reported import Reported, score
 from tools.release_check.upstream_code.sources import sources_of
 
@@ -94,7 +94,7 @@ def replay(
             stderr.print(str(error), style="red", markup=False, soft_wrap=True)
             continue
         of_class: dict[str, list[SectionRecord]] = defaultdict(list)
-        for found in complete_records(file) if file.is_file() else ():
+        for found in complete_records(read_records(file)):
             of_class[found.architecture].append(found)
         new = sources_of("transformers", version, wheels_folder())
         groups: list[ChangeGroup] = []
@@ -117,7 +117,7 @@ def recorded_releases(versions: Sequence[Version], out: Path) -> dict[str, list[
     found: dict[str, list[Version]] = defaultdict(list)
     for version in versions:
         file = out / f"{version}.jsonl"
-        records = complete_records(file) if file.is_file() else []
+        records = complete_records(read_records(file))
         for name in sorted({one.architecture for one in records if one.facts.get(Kind.CLASS) != {"present": False}}):
             found[name].append(version)
     return found

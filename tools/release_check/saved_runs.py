@@ -35,14 +35,14 @@ KILLED = tuple(f"exit code {-number}" for number in (signal.SIGKILL, signal.SIGT
 """Messages of outcomes whose process was killed, for example because the machine ran out of memory."""
 
 
-def was_interrupted(values: Mapping[str, Any]) -> bool:
+def was_interrupted(ending: str | None, message: str | None) -> bool:
     """Return True if a time limit or a signal ended the run of an outcome's subject. Then the outcome is unknown.
 
     Args:
-        values: A line of JSON.
+        ending: The outcome, or the type of the error that ended it.
+        message: The error.
     """
-    ending = values.get("outcome") or values.get("error_type")
-    return ending == Ending.TIMED_OUT or (ending == Ending.CRASHED and values.get("message") in KILLED)
+    return ending == Ending.TIMED_OUT or (ending == Ending.CRASHED and message in KILLED)
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,9 @@ class SavedRun(Generic[T]):
         file = OutcomeFile(path, ("architecture", self.part_field))
         done: dict[str, list[T]] = {}
         for values in file:
-            if values.get("versions") == versions and values["architecture"] in names and not was_interrupted(values):
+            if values.get("versions") != versions or values["architecture"] not in names:
+                continue
+            if not was_interrupted(values.get("outcome") or values.get("error_type"), values.get("message")):
                 done.setdefault(values["architecture"], []).append(self.from_json(values))
         finished = {name for name, found in done.items() if {one.part for one in found} == set(self.parts)}
         for name in sorted(finished):

@@ -7,6 +7,7 @@ import inspect
 from collections.abc import Callable, Iterator
 from functools import reduce
 from importlib import import_module
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +71,7 @@ def _earlier_parameters(function: Callable[..., Any], baseline: Sources) -> list
 
 def _problems(node: ast.Call, signature: inspect.Signature, earlier: list[str]) -> Iterator[tuple[str, str]]:
     """Yield the parameter and a description of each argument that the signature takes otherwise."""
-    positional = [*_until_star(node.args)]
+    positional = [*takewhile(lambda argument: not isinstance(argument, ast.Starred), node.args)]
     is_whole = len(positional) == len(node.args) and all(keyword.arg for keyword in node.keywords)
     keywords = {keyword.arg: None for keyword in node.keywords if keyword.arg}
     try:
@@ -85,10 +86,3 @@ def _problems(node: ast.Call, signature: inspect.Signature, earlier: list[str]) 
 
 
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-
-
-def _until_star(arguments: list[ast.expr]) -> Iterator[ast.expr]:
-    for argument in arguments:
-        if isinstance(argument, ast.Starred):
-            return
-        yield argument

@@ -101,11 +101,13 @@ def imported_calls(checkout: Path, modules: tuple[str, ...]) -> Iterator[Importe
     for file, tree in modules_of(checkout).items():
         origins: dict[str, tuple[str, ...]] = {}
         for node in ast.walk(tree):
-            if isinstance(node, ast.ImportFrom) and node.module and _is_in(node.module, modules):
+            if isinstance(node, ast.ImportFrom) and node.module and _is_of(node.module, *modules):
                 origins |= {alias.asname or alias.name: (node.module, alias.name) for alias in node.names}
             elif isinstance(node, ast.Import):
                 names = [alias for alias in node.names if "." not in alias.name or alias.asname]
-                origins |= {alias.asname or alias.name: (alias.name,) for alias in names if _is_in(alias.name, modules)}
+                origins |= {
+                    alias.asname or alias.name: (alias.name,) for alias in names if _is_of(alias.name, *modules)
+                }
         for node in ast.walk(tree):
             if isinstance(node, ast.Call) and (found := _origin(node.func, origins)) and len(found) > 1:
                 yield ImportedCall(found[0], found[1:], node, file)
@@ -118,10 +120,6 @@ def _origin(function: ast.expr, origins: dict[str, tuple[str, ...]]) -> tuple[st
     if isinstance(function, ast.Attribute) and (found := _origin(function.value, origins)):
         return (*found, function.attr)
     return ()
-
-
-def _is_in(module: str, modules: tuple[str, ...]) -> bool:
-    return any(f"{module}.".startswith(f"{one}.") for one in modules)
 
 
 def keyword_calls(checkout: Path) -> dict[str, list[str]]:
@@ -155,5 +153,6 @@ def _catches_import_error(handler: ast.ExceptHandler) -> bool:
     return any(name in caught for name in ("ImportError", "ModuleNotFoundError", "Exception"))
 
 
-def _is_of(module: str | None, package: str) -> bool:
-    return module is not None and module.partition(".")[0] == package
+def _is_of(module: str | None, *modules: str) -> bool:
+    """Return True if a module is one of `modules`, or in one of them."""
+    return module is not None and f"{module}.".startswith(tuple(f"{one}." for one in modules))
