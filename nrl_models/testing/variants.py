@@ -38,16 +38,18 @@ def split_variant(name: str) -> tuple[str, Mapping[str, Any]]:
     return architecture, variants[variant]
 
 
-def case_of(name: str, device: torch.device | None = None) -> FamilyCase:
+def case_of(name: str, device: torch.device | None = None, tiny: Mapping[str, Any] | None = None) -> FamilyCase:
     """Return the case of a registered architecture or of its variant.
 
     Args:
         name: The architecture, or one of its variants.
         device: See `FamilyCase`.
+        tiny: Further values for the tiny configuration.
     """
     architecture, values = split_variant(name)
     model_class: Any = registry.model_class(architecture)
-    return FamilyCase(model_class, tiny=values) if device is None else FamilyCase(model_class, device, values)
+    options = {} if device is None else {"device": device}
+    return FamilyCase(model_class, tiny={**values, **(tiny or {})}, **options)
 
 
 def _names_of(architecture: str) -> list[str]:

@@ -212,8 +212,7 @@ def _of_samples(evidence: DriftEvidence) -> Iterator[Finding]:
             yield Finding(cause=Cause.SAMPLING, message=message, values=asdict(loop_sampling))
         metrics = evidence.metrics
         if metrics is not None and metrics.only_padded:
-            message = f"rows with padding differ by {metrics.padded_ratio:.3g} times as much as rows without"
-            yield Finding(cause=Cause.PADDING, message=message, values={"padded_ratio": metrics.padded_ratio})
+            yield _padding(metrics)
         yield Finding(
             cause=Cause.TRAINER, message="the model, scored without padding, agrees with the engine; the loop does not"
         )
@@ -260,12 +259,16 @@ def _other_sampling(evidence: DriftEvidence, wanted: torch.Tensor, found: float)
     return best if errors[best] - 1.0 < 0.1 * (found - 1.0) else None
 
 
+def _padding(metrics: StepMetrics) -> Finding:
+    message = f"rows with padding differ by {metrics.padded_ratio:.3g} times as much as rows without"
+    return Finding(cause=Cause.PADDING, message=message, values={"padded_ratio": metrics.padded_ratio})
+
+
 def _of_metrics(evidence: DriftEvidence, metrics: StepMetrics) -> Iterator[Finding]:
     """Yield explanations that follow from where and when the error is large."""
     sync = evidence.sync
     if metrics.only_padded:
-        message = f"rows with padding differ by {metrics.padded_ratio:.3g} times as much as rows without"
-        yield Finding(cause=Cause.PADDING, message=message, values={"padded_ratio": metrics.padded_ratio})
+        yield _padding(metrics)
     before = [step.excess for step in evidence.history]
     if before and evidence.steps_since_sync > 1 and sync.count > 0:
         message = f"the error grew from {worst_of(before):.3g} to {metrics.excess:.3g} with the weights of one sync"

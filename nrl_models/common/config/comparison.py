@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import re
 from collections.abc import Collection, Iterator, Mapping
@@ -55,7 +54,7 @@ def differences(
         yield Problem(ProblemKind.CONFIG, "model_type", detail)
         return
     try:
-        there, here = (config_from_json(config_class, each) for each in (copy.deepcopy(saved), current))
+        there, here = (config_from_json(config_class, each) for each in (saved, current))
     except Exception as error:  # configuration classes raise any exception
         yield Problem(ProblemKind.CONFIG, "config.json", f"cannot be read by {config_class.__name__}: {error}")
         return

@@ -11,8 +11,8 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from nrl_models import registry
+from nrl_models.testing import variants
 from nrl_models.testing.case import FamilyCase
-from nrl_models.testing.variants import split_variant
 
 LENGTH = 12
 
@@ -24,8 +24,7 @@ def mesh_of(**sizes: int) -> DeviceMesh:
 
 def case_of(architecture: str, config: Mapping[str, Any] | None = None) -> FamilyCase:
     """Create a tiny case of a registered architecture, or of its variant, with other configuration values."""
-    name, values = split_variant(architecture)
-    return FamilyCase(registry.model_class(name), torch.device("cpu"), {**values, **(config or {})})
+    return variants.case_of(architecture, torch.device("cpu"), config)
 
 
 def batches(case: FamilyCase, count: int) -> list[dict[str, Any]]:
