@@ -22,6 +22,7 @@ from nrl_models.common.documents.packing import (
 )
 from nrl_models.common.dtypes import warn_of_rounding
 from nrl_models.common.flags import Flags, ModelFlag, MTPForm
+from nrl_models.common.forward.reentrant import RefusesReentrantCheckpointing
 from nrl_models.common.forward.rewriting import adopt_rewrites, rewritten
 from nrl_models.common.forward.soft_cap import drops_soft_cap
 from nrl_models.common.model_components.upstream_peft import has_adapter, have_peft_name_references, require_peft
@@ -51,7 +52,7 @@ else:
     Upstream = WrapsReplacedForward
 
 
-class FamilyModel(Upstream):
+class FamilyModel(RefusesReentrantCheckpointing, Upstream):
     """Base class of a family's models; `head` makes the model classes.
 
         class LlamaFamily(FamilyModel):

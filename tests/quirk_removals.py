@@ -22,7 +22,7 @@ REMOVE = {
     "mrope-stale-offsets": "FreshPositions in the family that the tripwire names",
     "shared-kv-without-cache": "this entry",
     "soft-cap-under-sdpa": "nrl_models/common/forward/soft_cap.py and its uses",
-    "shared-kv-reentrant-checkpointing": "SharedKeyValues._enable_checkpointing",
+    "shared-kv-reentrant-checkpointing": "nrl_models/common/forward/reentrant.py and its use in FamilyModel",
     "unreachable-parameters": "freeze_unreachable",
     "misspelled-freezing": "the check of keys in freeze",
     "tied-weights-under-tp": "the flag, and the vocabulary's rules in declared_tensor_plan",

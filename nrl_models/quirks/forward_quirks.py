@@ -100,7 +100,7 @@ FORWARD = (
         symptom="Before transformers 5.5.2, layers that share keys and values computed their own if there was no "
         "cache, with projections that were never trained.",
         where=("forward",),
-        applies=predicates.shares_keys_and_values,
+        applies=predicates.has_unused_keys_and_values,
         handling="transformers passes shared keys and values outside the cache. A test compares logits with and "
         "without a cache.",
         code=("nrl_models.common.forward.kv_sharing:SharedKeyValues",),

@@ -84,7 +84,7 @@ LOADING = (
         "key and value projections for them. transformers drops these weights, so an engine that loads "
         "the saved checkpoint reports them as missing.",
         where=("load", "export"),
-        applies=predicates.shares_keys_and_values,
+        applies=predicates.has_unused_keys_and_values,
         handling="The weights stay memory-mapped and are saved unchanged.",
         code=("nrl_models.common.forward.kv_sharing:SharedKeyValues", "nrl_models.loading.weights:keep_unused"),
         probe="behavioral",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from nrl_models.common.forward.kv_sharing import SharedKeyValues
+from nrl_models.common.forward.reentrant import layers_of_shared_keys
 from nrl_models.common.model_components.freezing import components_of
 from nrl_models.common.modules import predicts_words
 from nrl_models.common.state_dict.adapter import StateDictAdapter
@@ -33,9 +34,14 @@ def packs_images_with_windows(subject: Subject) -> bool:
 
 
 def shares_keys_and_values(subject: Subject) -> bool:
-    """Return True if later layers attend to keys and values of earlier layers."""
-    shares = getattr(subject.text, "num_kv_shared_layers", 0) or subject.any_size
-    return isinstance(subject.model, SharedKeyValues) and bool(shares)
+    """Return True if later layers attend to keys and values of earlier layers, or may do so at another size."""
+    layers = list(layers_of_shared_keys(subject.model))
+    return bool(layers) if subject.any_size else any(layers)
+
+
+def has_unused_keys_and_values(subject: Subject) -> bool:
+    """Return True if checkpoints have weights of keys and values for layers that use an earlier layer's."""
+    return isinstance(subject.model, SharedKeyValues) and shares_keys_and_values(subject)
 
 
 def has_mtp_weights(subject: Subject) -> bool:

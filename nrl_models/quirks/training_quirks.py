@@ -13,7 +13,7 @@ TRAINING = (
         applies=predicates.shares_keys_and_values,
         handling="Reentrant checkpointing raises an error for such models. Non-reentrant checkpointing computes "
         "correct gradients.",
-        code=("nrl_models.common.forward.kv_sharing:SharedKeyValues",),
+        code=("nrl_models.common.forward.reentrant:RefusesReentrantCheckpointing",),
         probe="differential",
         asks="reentrant checkpointing results in different gradients in transformers",
     ),

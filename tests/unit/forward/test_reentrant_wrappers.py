@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -17,7 +18,9 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 from transformers import PreTrainedModel
 
 from nrl_models import registry
+from nrl_models.common.forward.reentrant import layers_of_shared_keys
 from nrl_models.errors import UnknownArgumentError
+from nrl_models.families.gemma4.variants import E2B
 from nrl_models.testing.case import FamilyCase
 
 
@@ -38,10 +41,16 @@ def gradients(model: Any, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Te
     }
 
 
-@pytest.fixture
-def sharing() -> tuple[PreTrainedModel, dict[str, torch.Tensor]]:
-    case = FamilyCase(registry.model_class("Gemma3nForCausalLM"))
-    assert case.config.get_text_config().num_kv_shared_layers
+SHARING: Mapping[str, Mapping[str, Any]] = {
+    "Gemma3nForCausalLM": {},
+    "Gemma4UnifiedForCausalLM": E2B,  # its row in the table does not declare that layers share
+}
+
+
+@pytest.fixture(params=SHARING)
+def sharing(request: pytest.FixtureRequest) -> tuple[PreTrainedModel, dict[str, torch.Tensor]]:
+    case = FamilyCase(registry.model_class(request.param), tiny=SHARING[request.param])
+    assert any(layers_of_shared_keys(case.model()))
     return copy.deepcopy(case.model()), {"input_ids": case.inputs(images=False)["input_ids"]}
 
 
