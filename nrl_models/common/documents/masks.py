@@ -229,6 +229,11 @@ def _has_its_shape(documents: Documents, asked: dict[str, Any]) -> bool:
     return (asked["batch_size"], asked["q_length"], asked["kv_length"]) == (*documents.shape, documents.shape[1])
 
 
+_BOTH_DIRECTIONS = (
+    "{} attends in both directions in rows without padding (is_causal=False, from use_bidirectional_attention=True of "
+    "its configuration), but packed documents need causal attention: put each document in a separate row. Models of "
+    "images with a bidirectional prefix (PaliGemma) keep documents apart if the complete model is called."
+)
 _CANNOT_SHARE = "documents with masks of {} cannot share a prompt: pass share_prompts=False"
 
 _MASKS = {
@@ -268,6 +273,9 @@ def _sdpa_by_document(
     mask, plain = attention_mask, all(kwargs.get(name) is None for name in _NOT_PLAIN)
     if not isinstance(mask, DocumentMask) or not plain or not mask.fits(query, key, value):
         return sdpa_attention(module, query, key, value, mask, dropout=dropout, scaling=scaling, **kwargs)
+    causal = kwargs.get("is_causal")
+    if (getattr(module, "is_causal", True) if causal is None else causal) is False:
+        raise ValueError(_BOTH_DIRECTIONS.format(type(module).__name__))
     return attend(query, key, value, mask.documents, window=mask.window, scale=scaling, dropout=dropout), None
 
 
