@@ -56,8 +56,8 @@ ROWS: dict[str, Row] = {
             "Qwen2_5OmniAttention": QKV,
             "Qwen2MLP": GATE_UP,
         },
-        lacks("generate"),
         mixins={"Qwen2_5OmniThinkerTextModel": "PackedTextPositions"},
+        tiny={"vision_start_token_id": 490},  # published, without a default in transformers
         since="5.6",
     ),
     "qwen2_audio": Row("Qwen2AudioForConditionalGeneration"),
@@ -65,7 +65,8 @@ ROWS: dict[str, Row] = {
     "qwen3_omni_moe": Row(
         "Qwen3OmniMoeThinkerForConditionalGeneration",
         {"Qwen3OmniMoeThinkerTextAttention": QKV, "Qwen3OmniMoeAudioAttention": QKV},
-        lacks("generate", "tensor parallelism"),
+        lacks("tensor parallelism"),
+        tiny={"vision_start_token_id": 490},  # published, without a default in transformers
         since="5.6",
     ),
     "vibevoice_asr": Row(
