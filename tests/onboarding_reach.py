@@ -38,8 +38,6 @@ NOT_REGISTERED: Mapping[str, str] = {
     "Gemma4AssistantForCausalLM": "drafts for another model and reads that model's hidden states",
     "Gemma4UnifiedAssistantForCausalLM": "drafts for another model and reads that model's hidden states",
     "DbrxForCausalLM": "transformers ignores `attn_config.rope_theta` of published checkpoints",
-    "Inkling2LoopForCausalLM": "transformers cannot save a head larger than the vocabulary",
-    "Inkling2LoopForConditionalGeneration": "the same as Inkling2LoopForCausalLM",
     "InklingForConditionalGeneration": "needs scipy, which is not a dependency",
     "KyutaiSpeechToTextForConditionalGeneration": "its audio codec cannot be built from a tiny configuration",
     "MllamaForCausalLM": "its cross-attention layers run only with images, which the text model does not take",

@@ -157,6 +157,19 @@ ROWS: dict[str, Row] = {
         mixins=dict.fromkeys(("Inkling2ShortConvolution", "Inkling2DynamicShortConvolution"), "ByDocument"),
         since="5.23",
     ),
+    "inkling2_loop": Row(
+        "Inkling2LoopForCausalLM Inkling2LoopForConditionalGeneration",
+        {
+            "Inkling2LoopSlidingAttention": "q_proj k_proj v_proj r_proj gate_proj sink_proj",
+            "Inkling2LoopFullAttention": "q_proj r_proj gate_proj sink_proj",
+            "Inkling2LoopMessageGate": "forget_gate_proj message_gate_proj",
+        },
+        lacks("tensor parallelism")
+        | COUNTS_COLUMNS
+        | {"router replay": "a layer in the loop chooses experts several times for each token"},
+        mixins=dict.fromkeys(("Inkling2LoopShortConvolution", "Inkling2LoopDynamicShortConvolution"), "ByDocument"),
+        since="5.24",
+    ),
     "instructblip": Row(
         "InstructBlipForConditionalGeneration", {"InstructBlipQFormerMultiHeadAttention": QFORMER}, NEEDS_IMAGES
     ),

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from checkpoints import assert_same
 from peft import LoraConfig, get_peft_model
 from torch.distributed.device_mesh import init_device_mesh
+from transformers.pytorch_utils import Conv1D
 
 from nrl_models import CheckpointError, StateDictError, export_adapter
 from nrl_models.common.modules import install
@@ -77,7 +78,8 @@ def test_weights_untied_by_hand_are_exported_saved_and_loaded(family_case: Famil
     if not ties:
         return  # the tiny configuration lacks the parts that are tied
     for adapter in (before, model.state_dict_adapter, export_adapter(model)):
-        assert_same({name: dict(adapter.iter_export(model, layout="transformers"))[name] for name in own}, own)
+        sent = dict(adapter.iter_export(model, layout="transformers"))
+        assert_same({name: sent[name] for name in own}, own)
     with pytest.raises(CheckpointError, match="disagree on tied weights") as caught:
         model.save_pretrained(tmp_path / "out")
     assert all(f"model.config.{key}" in str(caught.value) for key in keys)
@@ -107,7 +109,9 @@ def test_adapters_on_embeddings_and_head_are_exported(family_case: FamilyCase, k
     places = [names[id(embeddings)], names[id(head)]]
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     linear = next(
-        name for name, part in model.named_modules() if isinstance(part, torch.nn.Linear) and name not in places
+        name
+        for name, part in model.named_modules()
+        if isinstance(part, (torch.nn.Linear, Conv1D)) and name not in places
     )
     options = {"target_modules": places}
     if kind == "copies":
