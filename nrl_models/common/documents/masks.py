@@ -231,8 +231,8 @@ def _has_its_shape(documents: Documents, asked: dict[str, Any]) -> bool:
 
 _BOTH_DIRECTIONS = (
     "{} attends in both directions in rows without padding (is_causal=False, from use_bidirectional_attention=True of "
-    "its configuration), but packed documents need causal attention: put each document in a separate row. Models of "
-    "images with a bidirectional prefix (PaliGemma) keep documents apart if the complete model is called."
+    "its configuration), but packed documents need causal attention: put each document in a separate row, or call the "
+    "complete model if this is the decoder of a model with images."
 )
 _CANNOT_SHARE = "documents with masks of {} cannot share a prompt: pass share_prompts=False"
 

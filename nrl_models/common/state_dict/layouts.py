@@ -34,6 +34,7 @@ from nrl_models.common.upstream_conversions import (
 )
 from nrl_models.common.views.traced_tensor import TracedTensor
 from nrl_models.common.views.view import HFTensor, Piece, View
+from nrl_models.errors import ConfigurationError, NRLModelsError, Problem, ProblemKind
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,7 +238,18 @@ def _traced(
     stand_in: Any = SimpleNamespace(
         _weight_conversions=conversions, config=model.config, get_parameter=traced.__getitem__, name_or_path=""
     )
-    return {
-        name: HFTensor(name, tuple(tensor.shape), tensor.pieces)
-        for name, tensor in revert_weight_conversion(stand_in, traced).items()
-    }
+    try:
+        converted = revert_weight_conversion(stand_in, traced)
+    except NRLModelsError:
+        raise
+    except Exception as error:  # each conversion of transformers raises a different exception for sizes that do not fit
+        problem = Problem(
+            ProblemKind.UNSUPPORTED,
+            model.config.model_type,
+            f"{type(error).__name__}: {error}",
+            advice="Correct the sizes in config.json.",
+        )
+        raise ConfigurationError(
+            "transformers cannot convert the weights of this configuration for saving", [problem]
+        ) from error
+    return {name: HFTensor(name, tuple(tensor.shape), tensor.pieces) for name, tensor in converted.items()}
