@@ -110,6 +110,7 @@ class _Table:
     problems: list[Problem] = field(default_factory=list)
 
     @no_collections()
+    @torch.inference_mode(False)  # where operations on traced tensors do not decompose
     def build(self) -> dict[str, HFTensor]:
         layers, outside, base = self._sorted()
         share = self._part("layers", len(layers), self.rank.pp)

@@ -223,13 +223,14 @@ def convert_layout(
     return convert(tensors)
 
 
+@torch.inference_mode(False)
 def _traced(
     model: PreTrainedModel,
     tensors: Mapping[str, HFTensor],
     dtype_of: Callable[[str], torch.dtype],
     conversions: list[Any],
 ) -> dict[str, HFTensor]:
-    """Run transformers' conversion code on shapes."""
+    """Run transformers' conversion code on shapes, also in inference mode, which does not decompose operations."""
     traced: dict[str, Any] = {
         name: TracedTensor.of_pieces(tensor.shape, dtype_of(tensor.parameters[0]), tensor.pieces)
         for name, tensor in tensors.items()

@@ -38,7 +38,7 @@ def own_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
         depth = next(name for name, module in model.named_modules() if module is root)
         prefix = f"{own_name(depth)}." if own_name(depth) else ""
         return {name.removeprefix(prefix): tensor for name, tensor in names.items()}
-    return dict(without_wrappers(model).state_dict())
+    return dict(without_wrappers(innermost(model)).state_dict())
 
 
 def model_inside(model: Any) -> PreTrainedModel:
@@ -236,7 +236,8 @@ def quantized_weights(model: nn.Module, stored: StoredFormats) -> dict[str, str]
         return stored.packed
     plain = without_wrappers(model, peft=True)
     built = as_built(plain)
-    wide = {name for name, weight in built.named_parameters() if weight.is_floating_point() and weight.itemsize > 1}
+    every = built.named_parameters(remove_duplicate=False)  # a tie's names, as only one of them may be quantized
+    wide = {name for name, weight in every if weight.is_floating_point() and weight.itemsize > 1}
     quantized = stored.packed | {name: kind for name, kind in stored.narrow.items() if name in wide}
     inside = {name.rpartition(".")[0]: name for name in reversed(stored.narrow)}
     for name in sorted(wide - {name for name, *_ in named_tensors(plain)}):

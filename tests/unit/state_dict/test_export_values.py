@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from checkpoints import assert_same
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from torch import nn
@@ -189,6 +190,39 @@ def test_export_of_quantized_weights_raises(name: str, method: str, model: Any, 
         model.state_dict_adapter.export_plan()
     with pytest.raises(StateDictError):
         next(before.iter_export(model))
+
+
+@exports
+def test_export_of_int8_head_raises_if_configuration_ties_it(name: str, model: Any) -> None:
+    bitsandbytes = pytest.importorskip("bitsandbytes")
+    model.config.tie_word_embeddings = True  # the embeddings stay as they are
+    head = bitsandbytes.nn.Linear8bitLt(model.lm_head.in_features, model.lm_head.out_features, bias=False)
+    head.weight = bitsandbytes.nn.Int8Params(model.lm_head.weight.data, requires_grad=False).to("cpu")
+    model.lm_head = head
+    with pytest.raises(StateDictError, match="quantized weights cannot be exported") as raised:
+        EXPORTS[name](model)
+    assert problem_subjects(raised) == ["lm_head.weight"]
+
+
+@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Qwen3MoeForCausalLM"])
+def test_export_works_in_inference_mode(architecture: str) -> None:
+    model = copy.deepcopy(FamilyCase(registry.model_class(architecture)).model())
+    with torch.inference_mode():
+        found = dict(export_adapter(model).iter_export(model))
+        loaded = model.state_dict_adapter.from_hf(found)
+    assert found.keys() == {name for name, *_ in model.state_dict_adapter.export_plan()}
+    assert_same(loaded, model.state_dict())
+
+
+@pytest.mark.parametrize("method", ["unload", "merge_and_unload"])
+def test_peft_model_exports_after_its_adapters_are_unloaded(method: str, model: Any) -> None:
+    """PEFT removes adapters in place, so callers may keep the `PeftModel`."""
+    wrapped = get_peft_model(model, LoraConfig(target_modules=["q_proj"], init_lora_weights=False))
+    unloaded = getattr(wrapped, method)()
+    expected = unloaded.state_dict()
+    for max_bytes in (None, 1000):
+        assert_same(dict(export_adapter(wrapped).iter_export(wrapped, max_bytes)), expected)
+    assert_same(export_adapter(wrapped).hf_views(wrapped), expected)
 
 
 @pytest.mark.parametrize("kind", ["attribute", "LoRA", "modules_to_save"])
