@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.quantizers import AutoHfQuantizer
 
@@ -16,16 +17,17 @@ from nrl_models.common.checkpoint.files import SAVE_AGAIN, CheckpointFiles
 from nrl_models.common.compressed import compressed_files
 from nrl_models.common.config.at_fault import blaming
 from nrl_models.common.logs import get_logger
-from nrl_models.common.modules import class_name, is_base_model
+from nrl_models.common.modules import class_name, is_base_model, owner_of
 from nrl_models.common.process_state import BUILDING
 from nrl_models.common.projections import join
 from nrl_models.common.state_dict.kept_tensors import keep, keeps_unused, kept_from
 from nrl_models.common.state_dict.layouts import base_prefix, note_quantized_names, renamed_keys
 from nrl_models.common.state_dict.mtp import MTPNames
+from nrl_models.common.state_dict.ties import tied_names
 from nrl_models.common.switches import is_off
 from nrl_models.common.upstream import has_quantizer, quantizer_name, requests_dequantization
 from nrl_models.common.upstream_conversions import Renaming, get_model_conversion_mapping, set_loaded_conversions
-from nrl_models.errors import CheckpointError, Problem, ProblemKind, one_line
+from nrl_models.errors import CheckpointError, ConfigurationError, Problem, ProblemKind, one_line
 from nrl_models.loading.fit import EXACT, Tolerance, former_buffers, joined
 from nrl_models.loading.mtp_layers.mtp_notes import keeps, note_mtp
 from nrl_models.loading.names.fit_advice import head_advice, note_not_loaded, require_head
@@ -165,6 +167,24 @@ def _unused(model: PreTrainedModel, keys: Iterable[str], key_mapping: Mapping[st
     return [key for key, name in renamed_keys(candidates, conversions, Renaming()).items() if not is_used(name)]
 
 
+def _require_quantized_ties(model: PreTrainedModel) -> None:
+    """Check that bitsandbytes' linears have its weights. transformers ties some to embeddings, which stay plain.
+
+    Raises:
+        ConfigurationError: If some have other weights, with which their forward fails.
+    """
+    tied = {name: (owner_of(model, name)[0], kept) for name, kept in tied_names(model).items()}
+    plain = {
+        name.rpartition(".")[0]: f"is tied to {kept}, which is not quantized, so {type(linear).__name__} cannot run"
+        for name, (linear, kept) in tied.items()
+        if type(linear).__module__.startswith("bitsandbytes.") and type(linear.weight) is nn.Parameter
+    }
+    if plain:
+        problems = [Problem(ProblemKind.TIED, name, detail) for name, detail in plain.items()]
+        advice = f"add {', '.join(map(repr, plain))} to llm_int8_skip_modules of the BitsAndBytesConfig"
+        raise ConfigurationError(f"{class_name(model)} cannot be quantized by bitsandbytes", problems, [advice])
+
+
 def load_quantized(
     model_class: type[PreTrainedModel],
     opened: CheckpointFiles,
@@ -188,7 +208,8 @@ def load_quantized(
 
     Raises:
         CheckpointError: If tensors are missing, unexpected or mismatched, unless `strict=False`.
-        ConfigurationError: If transformers does not support the quantization.
+        ConfigurationError: If transformers does not support the quantization, or a linear is tied to embeddings and
+            bitsandbytes would quantize it.
         FamilyImportError: If a required package is missing.
     """
     folder = opened.folder
@@ -207,6 +228,7 @@ def load_quantized(
     except OSError as error:
         problem = Problem(ProblemKind.FILE, folder.name, one_line(error))
         raise CheckpointError(f"cannot load {folder}", [problem], [SAVE_AGAIN]) from error
+    _require_quantized_ties(model)
     kinds = {
         "missing_keys": ProblemKind.MISSING,
         "unexpected_keys": ProblemKind.UNEXPECTED,

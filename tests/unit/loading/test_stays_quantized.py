@@ -11,7 +11,7 @@ import transformers
 from checkpoints import assert_same, edit_weights, stored
 from transformers import BitsAndBytesConfig, TorchAoConfig
 
-from nrl_models import AutoModelForCausalLM, AutoModelForImageTextToText, StateDictError, registry
+from nrl_models import AutoModelForCausalLM, AutoModelForImageTextToText, ConfigurationError, StateDictError, registry
 from nrl_models.common.state_dict.kept_tensors import kept_by
 from nrl_models.family import FamilyModel
 from nrl_models.onboarding.convert import convert
@@ -163,3 +163,19 @@ def test_saving_adapter_from_state_dict(llama_checkpoint: Path, tmp_path: Path) 
     saved = stored(tmp_path)
     assert saved
     assert all((tensor == 1).all() for tensor in saved.values())
+
+
+@pytest.mark.parametrize("in_8bit", [True, False])
+def test_tied_head_must_be_skipped_by_bitsandbytes(in_8bit: bool, tmp_path: Path) -> None:
+    """A list of skipped modules replaces transformers' default, which skips the head. Its forward would then fail."""
+    pytest.importorskip("bitsandbytes")
+    case = FamilyCase(registry.model_class("LlamaForCausalLM"), tiny={"tie_word_embeddings": True})
+    case.reference().save_pretrained(tmp_path)
+    skipped = ["vision_tower"]
+    config = BitsAndBytesConfig(load_in_8bit=in_8bit, load_in_4bit=not in_8bit, llm_int8_skip_modules=skipped)
+    with pytest.raises(ConfigurationError, match="lm_head: is tied to model") as raised:
+        AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=config)
+    assert "add 'lm_head' to llm_int8_skip_modules" in str(raised.value)
+    config.llm_int8_skip_modules = [*skipped, "lm_head"]
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=config, dtype=torch.float32)
+    assert model(torch.arange(8)[None]).logits.isfinite().all()
