@@ -10,7 +10,9 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
+from nrl_models.common.upstream_torch import is_traceable_wrapper_subclass
 from nrl_models.errors import HeadError
 from nrl_models.logprobs.fused import fuses, log_sum_exp, logprob_gradient_, run_fused
 
@@ -54,11 +56,15 @@ class OutputHead:
 
     @property
     def is_plain(self) -> bool:
-        """Whether logits are computed from `weight`, without calling `module` and its hooks."""
+        """Whether logits are computed from `weight`, without calling `module` and its hooks.
+
+        False for a weight that torchao quantized in place.
+        """
         module = self.module
         if not isinstance(module, nn.Linear) or type(module).forward is not nn.Linear.forward:
             return False
-        return not module.weight.is_meta
+        weight = module.weight
+        return not weight.is_meta and (isinstance(weight, DTensor) or not is_traceable_wrapper_subclass(weight))
 
     @property
     def bias(self) -> torch.Tensor | None:

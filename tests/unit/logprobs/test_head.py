@@ -378,3 +378,15 @@ def test_causal_decoder_variants(architecture: str, config: Any, input_ids: torc
         result = token_logprobs(model, ids)
         expected = model(input_ids=ids).logits.log_softmax(-1)[:, :-1].gather(-1, ids[:, 1:, None])[..., 0]
     torch.testing.assert_close(result.logprobs[:, 1:], expected)
+
+
+@pytest.mark.parametrize("entropy", [False, True])
+def test_head_quantized_in_place_gives_the_models_logprobs(entropy: bool, input_ids: torch.Tensor) -> None:
+    torchao = pytest.importorskip("torchao.quantization")
+    model = new_model("LlamaForCausalLM")
+    torchao.quantize_(model, torchao.Int8WeightOnlyConfig(), filter_fn=lambda _, name: name == "lm_head")
+    expected = token_logprobs(model, input_ids, chunk_size=None, entropy=entropy)
+    found = token_logprobs(model, input_ids, chunk_size=4, entropy=entropy)
+    torch.testing.assert_close(found.logprobs, expected.logprobs, rtol=0, atol=1e-5)
+    if entropy:
+        torch.testing.assert_close(found.entropy, expected.entropy, rtol=0, atol=1e-5)
