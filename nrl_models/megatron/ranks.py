@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from nrl_models.common.state_dict.ties import have_same_values
 from nrl_models.common.views.view import View, apply_steps, place_of
 from nrl_models.errors import Problem, ProblemKind, StateDictError
 from nrl_models.megatron.layer_rules import STATES
@@ -115,7 +116,7 @@ def from_megatron(model: Any, held: Mapping[MegatronRank, Mapping[str, torch.Ten
                 if piece.view not in written:
                     piece.view.write(region, part)
                     written[piece.view] = rank
-                elif not torch.equal(piece.view.of(region), part.to(region.dtype)):
+                elif not have_same_values(piece.view.of(region), part.to(region)):
                     detail = f"differs from the same weight on {_shown(written[piece.view])}"
                     problems.append(Problem(ProblemKind.RANK, name, detail, where))
     if not problems:

@@ -215,3 +215,20 @@ def test_every_supported_decoder_round_trips() -> None:
             assert all(torch.equal(model.state_dict()[name], tensor) for name, tensor in before.items()), architecture
             checked += 1
     assert checked >= (90 if has_reached("5.23") else 80)
+
+
+def test_layout_is_made_in_inference_mode() -> None:
+    model = model_of(LlamaConfig)
+    with torch.inference_mode():
+        found = dict(model.state_dict_adapter.iter_export(model, layout=MegatronRank()))
+    expected = dict(model_of(LlamaConfig).state_dict_adapter.layout(MegatronRank()))
+    assert found.keys() == expected.keys()
+
+
+def test_equal_nans_of_ranks_agree() -> None:
+    """For example of a model whose training diverged."""
+    model, loaded = model_of(LlamaConfig), model_of(LlamaConfig)
+    with torch.no_grad():
+        model.model.norm.weight[3] = float("nan")
+    from_megatron(loaded, {rank: dict(to_megatron(model, rank)) for rank in ranks_of(tp=2)})
+    torch.testing.assert_close(loaded.state_dict(), model.state_dict(), rtol=0, atol=0, equal_nan=True)
