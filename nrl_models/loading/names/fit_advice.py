@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterable
 
 from transformers import PreTrainedModel
@@ -85,12 +86,39 @@ _ADVICE = {
 """Remedy for each kind of problem."""
 
 
+WRAPPERS = (
+    r"^base_model\.model\.",
+    r"^module\.",
+    r"_orig_mod\.",
+    r"_fsdp_wrapped_module\.",
+    r"_checkpoint_wrapped_module\.",
+)
+"""Patterns of the names that PEFT, DDP, torch.compile, FSDP and activation checkpointing add to those of a model."""
+
+
+def wrapper_advice(adapter: StateDictAdapter, unexpected: Iterable[str]) -> list[str]:
+    """Return the advice to rename tensors that were saved from a wrapped model; empty if there are none."""
+    used: dict[str, str] = {}
+    known = adapter.hub.keys() | adapter.transformers.keys()
+    for key in unexpected:
+        name, found = key, []
+        while patterns := [pattern for pattern in WRAPPERS if re.search(pattern, name)]:
+            name = re.sub(patterns[0], "", name)
+            found += patterns[:1]
+        if found and name in known:
+            used |= dict.fromkeys(found, "")
+    text = f"the checkpoint was saved from a wrapped model: to remove the wrapper's names, pass key_mapping={used}"
+    return [text] if used else []
+
+
 def advice_for(
     model: PreTrainedModel, adapter: StateDictAdapter, names: CheckpointNames, found: Match, *, new_head: bool
 ) -> list[str]:
     """Return remedies for the problems in `found`."""
     kinds = {problem.kind for problem in found.problems}
-    advice = []
+    advice = wrapper_advice(adapter, (each.subject for each in found.problems if each.kind is ProblemKind.UNEXPECTED))
+    if advice:
+        return advice
     if ProblemKind.MISSING in kinds or ProblemKind.UNEXPECTED in kinds:
         advice.append(
             f"check that this is a complete checkpoint of {class_name(model)}; to load only part of it "
