@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +17,15 @@ from nrl_models.common.checkpoint.local_path import CONFIG_NAME, is_gguf
 from nrl_models.common.config.at_fault import keys_at_fault
 from nrl_models.common.config.generation import generation_settings
 from nrl_models.common.config.keys import is_value
+from nrl_models.common.config.rope_keys import contradicting_keys
 from nrl_models.common.config.types import with_declared_types
+from nrl_models.common.config.validate import without_ignored
 from nrl_models.common.config.walk import parts
 from nrl_models.common.gguf import gguf_tables
 from nrl_models.common.trust.hub_kernels import refuse_hub_kernels
 from nrl_models.errors import (
     CheckpointError,
+    ConfigurationError,
     NRLModelsError,
     Problem,
     ProblemKind,
@@ -41,12 +44,18 @@ IMPLEMENTATIONS = ("attn_implementation", "experts_implementation")
 """Keywords that transformers handles like configuration values, although `config.json` has no such keys."""
 
 
-def read_config(folder: Path, *, trust_remote_code: bool = False) -> PreTrainedConfig:
+def read_config(
+    folder: Path, *, trust_remote_code: bool = False, ignored: Collection[str] | str = ()
+) -> PreTrainedConfig:
     """Read the configuration of a checkpoint.
 
-    `folder` is a directory, or the path of a configuration or GGUF file.
+    Args:
+        folder: A directory, or the path of a configuration or GGUF file.
+        trust_remote_code: Whether the checkpoint's own code may run.
+        ignored: Names or paths of keys that may contradict others.
 
     Raises:
+        ConfigurationError: If `config.json` states two values for a setting of the rotary embedding.
         CheckpointError: If links leave the directory, `config.json` is not a JSON object or has an invalid value, or a
             GGUF file is damaged or of an architecture that transformers cannot read.
         UnknownArchitectureError: If the `model_type` is unknown.
@@ -63,18 +72,23 @@ def read_config(folder: Path, *, trust_remote_code: bool = False) -> PreTrainedC
     require_links_inside(folder)
     needs_its_code = _needs_its_code(folder, trust_remote_code)
     try:
-        return AutoConfig.from_pretrained(folder, trust_remote_code=needs_its_code)
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=needs_its_code)
     except StrictDataclassFieldValidationError as refused:
         if needs_its_code:
             raise own_code_failed(folder, refused) from refused
         try:
-            return _with_declared_types(folder)
+            config = _with_declared_types(folder)
         except Exception as error:
             raise _refused_values(folder, error, "use a value of the expected type") from refused
     except Exception as error:  # any error of a configuration's class for invalid values
         if needs_its_code:
             raise own_code_failed(folder, error) from error
         raise _refused_values(folder, error, "correct the values that its class rejects") from error
+    if needs_its_code:  # its class may treat these keys in any way
+        return config
+    if found := without_ignored(contradicting_keys(read_object(_config_file(folder)), config), ignored):
+        raise ConfigurationError(f"{folder} states two rotary embeddings", found)
+    return config
 
 
 def own_code_failed(folder: Path | str, error: Exception) -> NRLModelsError:

@@ -16,6 +16,7 @@ from nrl_models.common.checkpoint import given_tensors
 from nrl_models.common.checkpoint.generations import FileWatch, current, require_links_inside, was_replaced
 from nrl_models.common.checkpoint.local_path import GENERATION_NAME, as_path, is_gguf
 from nrl_models.common.checkpoint.resolve_folder import resolve_folder
+from nrl_models.common.config.rope_keys import KEYS
 from nrl_models.common.logs import get_logger
 from nrl_models.distributed.mesh import agreed
 from nrl_models.errors import (
@@ -169,7 +170,8 @@ def open_source(path_or_id: str | Path | None, keywords: Mapping[str, Any]) -> I
             else:
                 place = as_path(options.config or folder or "")
                 place = current(place) if place.exists() else resolve_folder(place)
-                config = read_config(place, trust_remote_code=options.trust_remote_code)
+                ignored = (*KEYS, "rope_parameters") if "rope_parameters" in overrides else options.ignore_config_keys
+                config = read_config(place, trust_remote_code=options.trust_remote_code, ignored=ignored)
             override(config, overrides)
             if path_or_id is not None:
                 config.name_or_path = str(path_or_id)

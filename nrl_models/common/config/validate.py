@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,6 +24,7 @@ from nrl_models.common.config.keys import (
     value_at,
 )
 from nrl_models.common.config.recorded_keys import architecture_that_computes_with, supported_at_default_only
+from nrl_models.common.config.rope_keys import unused_keys
 from nrl_models.common.config.spelling import misspellings_of
 from nrl_models.common.config.types import is_same_value
 from nrl_models.common.config.walk import own_values, walk
@@ -58,7 +59,7 @@ def check_config(
     """Raise if a configuration has settings that the model would ignore. Log keys that no code reads.
 
     Args:
-        model_class: Model class for the configuration. Nothing is checked unless it is a family's class.
+        model_class: Model class for the configuration. For classes of transformers, only `unused_keys` is checked.
         config: The configuration.
         ignored: Names or paths of keys to skip.
 
@@ -98,13 +99,20 @@ def examine(
 
     A known key is a problem if its value is not among the supported ones in `config_values` or in the ledger.
     """
+    ignored = {ignored} if isinstance(ignored, str) else set(ignored)
+    found = Findings(without_ignored(unused_keys(model_class, config), ignored))
     if not hasattr(model_class, "rewrites"):
-        return Findings()
-    check = _Check(model_class, config, {ignored} if isinstance(ignored, str) else set(ignored))
-    found = Findings()
+        return found
+    check = _Check(model_class, config, ignored)
     check.unread(found)
     found.problems.extend(check.unsupported())
     return found
+
+
+def without_ignored(problems: Iterable[Problem], ignored: Collection[str] | str) -> list[Problem]:
+    """Drop problems of keys that `ignored` or the command line has, by name, path or part of the path."""
+    names = ({ignored} if isinstance(ignored, str) else set(ignored)) | ignored_here()
+    return [each for each in problems if not names & {each.subject, *each.subject.split(".")}]
 
 
 class _Check:
