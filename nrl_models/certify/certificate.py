@@ -108,7 +108,8 @@ class Certificate:
     @property
     def counts(self) -> str:
         """How many checks passed; number and names of the others; the source of a failure."""
-        text = f"{len(self.with_status(Status.PASSED))} checks passed"
+        passed = len(self.with_status(Status.PASSED))
+        text = f"{passed} {'check' if passed == 1 else 'checks'} passed"
         for status in (Status.FAILED, Status.NOT_DECIDED, Status.LEFT_OUT, Status.NOT_COVERED):
             if results := self.with_status(status):
                 text += f", {len(results)} {status} ({', '.join(result.name for result in results)})"

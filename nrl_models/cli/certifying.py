@@ -235,21 +235,28 @@ def show_certificate(certificate: Certificate, *, verbose: bool) -> None:
     """
     assert certificate.folder is not None
     show(f"{certificate.answer.upper()}: {certificate.subject}: {certificate.counts}")
+    left_out: dict[str, list[str]] = {}
     for result in certificate.results:
         if not verbose and result.status.name in ("PASSED", "NOT_APPLICABLE"):
+            continue
+        if result.status.name == "LEFT_OUT":  # up to 23 checks with the same reason
+            left_out.setdefault(result.summary, []).append(result.name)
             continue
         show(f"  {result.status:<14}  {result.name}: {result.summary}")
         if result.side:
             show(f"{'':18}source: {result.side}")
         if result.advice and result.status.name in ("FAILED", "NOT_DECIDED"):
             show(f"{'':18}what to do: {result.advice}")
+    for reason, names in left_out.items():
+        show(f"  {'left out':<14}  {', '.join(names)}: {reason}")
     show(f"certificate: {certificate.folder / 'certificate.json'}")
     show(f"report: {certificate.folder / REPORT}")
 
 
 def _progress(name: str, results: Sequence[object], deadline: float | None) -> str:
     left = "" if deadline is None else f", {max(0.0, deadline - time.monotonic()):.0f} s left"
-    return f"checking {name} ({len(results)} results so far{left})"
+    plural = "" if len(results) == 1 else "s"
+    return f"checking {name} ({len(results)} result{plural} so far{left})"
 
 
 def _verify(file: Path, path: Path, json_file: Path | None, **required: Any) -> None:

@@ -437,6 +437,9 @@ def test_certify_command(checkpoint: Path, working_directory: Path) -> None:
     result = CliRunner().invoke(app, [*arguments, *files])
     assert result.exit_code == 3, result.output  # undecided: most checks are left out
     assert result.stdout.startswith("NOT DECIDED: tiny: 2 checks passed")
+    (left_out,) = (line for line in result.stdout.splitlines() if line.startswith("  left out"))
+    assert left_out.startswith("  left out        values, embeddings, ")
+    assert left_out.endswith(": not selected")
     assert json.loads((working_directory / "a.json").read_text())["answer"] == "not decided"
     assert "| files | passed |" in (working_directory / "a.md").read_text()
     assert "not decided</text>" in (working_directory / "a.svg").read_text()

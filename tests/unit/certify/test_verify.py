@@ -41,6 +41,12 @@ def test_unchanged_certificate_is_valid(certified: tuple[Path, Path]) -> None:
     assert (verification.validity, verification.reasons, verification.answer) == (Validity.VALID, (), "not decided")
 
 
+def test_count_of_one_check_is_singular(certified: tuple[Path, Path]) -> None:
+    folder, certificate = certified
+    content = certify(folder, out=certificate.parent, only=("files",))
+    assert content.counts.startswith("1 check passed, ")
+
+
 def test_unknown_format_error_names_required_version(certified: tuple[Path, Path], tmp_path: Path) -> None:
     folder, certificate = certified
     content = json.loads(certificate.read_text())
