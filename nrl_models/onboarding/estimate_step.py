@@ -17,13 +17,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedConfig, PreTrainedModel, masking_utils
 
 from nrl_models.common.config.positions import model_limit
-from nrl_models.common.modules import is_base_model
+from nrl_models.common.modules import class_name, is_base_model
 from nrl_models.common.upstream_torch import TorchDispatchMode
 from nrl_models.distributed import tensor as divided
 from nrl_models.distributed.mesh import has_stages
 from nrl_models.distributed.sharding import sharding_of
 from nrl_models.distributed.shards import local_of
 from nrl_models.distributed.tensor.styles import ExpertsOfThisRank, entering, leaving
+from nrl_models.errors import ConfigurationError, NRLModelsError, Problem, ProblemKind
 from nrl_models.onboarding.estimate_stage import OneStage
 
 SEQ_LEN = 4096
@@ -159,7 +160,18 @@ def run_step(model: PreTrainedModel, setting: Setting, mesh: DeviceMesh) -> tupl
 
 def _outputs(model: PreTrainedModel, tokens: torch.Tensor) -> torch.Tensor:
     """Return the model's logits, or the last hidden states of a base model."""
-    output: Any = model(input_ids=tokens, use_cache=False)
+    try:
+        output: Any = model(input_ids=tokens, use_cache=False)
+    except RuntimeError as error:  # an operation that torch does not run without values
+        if isinstance(error, NRLModelsError) or "meta" not in str(error):
+            raise
+        name = class_name(model)
+        detail = "reads values of tensors, which a model without weights does not have; torch raised "
+        problem = Problem(ProblemKind.UNSUPPORTED, name, f"{detail}{type(error).__name__}")
+        advice = f"measure one training step of {name} on a device instead"
+        raise ConfigurationError(
+            f"cannot estimate activations and communication of {name}", [problem], [advice]
+        ) from error
     result: torch.Tensor = output[0] if is_base_model(model) else output.logits
     return result
 
