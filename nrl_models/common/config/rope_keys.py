@@ -57,7 +57,9 @@ def unused_keys(model_class: type[PreTrainedModel], config: PreTrainedConfig) ->
     Published DBRX checkpoints have their base in `attn_config.rope_theta`; transformers computes with the default.
     """
     used = own_values(config).get("rope_parameters")
-    for name, part in parts(config).items() if isinstance(used, Mapping) else ():
+    if not isinstance(used, Mapping):
+        return
+    for name, part in parts(config).items():
         values = own_values(part)
         for key in KEYS:
             value, computed = values.get(key), _values(dict(_settings(used)), key)
