@@ -30,6 +30,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     share_cores()
     os.environ.setdefault(durable.VARIABLE, "0")  # tests need no protection from power failures
+    os.environ.setdefault("HF_DEACTIVATE_ASYNC_LOAD", "1")  # transformers loads tiny models faster without threads
     if config.getoption("--all-families"):
         return
     from chosen_families import chosen, others, share_of

@@ -47,7 +47,6 @@ from tools.release_check.sweep.comparisons import (
     compare_call,
     compare_dtypes,
     compare_greedy,
-    compare_loaded_dtypes,
     compare_logits,
     compare_tensors,
     difference,
@@ -81,14 +80,17 @@ def _check_load(case: ClassUnderTest) -> Comparisons:
 
 
 def _check_dtypes(case: ClassUnderTest) -> Comparisons:
-    yield from compare_loaded_dtypes(case, case.bf16_checkpoint_without_dtype, "auto")
-    yield from compare_loaded_dtypes(case, case.checkpoint, torch.float16)
+    try:
+        with_auto, fp16 = case.dtypes_with_auto, case.reference_dtypes(case.checkpoint, torch.float16)
+    except Exception as error:  # any error of transformers' loading code
+        raise ReferenceFailedError from error
+    yield from compare_dtypes(case.load(case.bf16_checkpoint_without_dtype, dtype="auto").state_dict(), with_auto)
+    yield from compare_dtypes(case.load(case.checkpoint, dtype=torch.float16).state_dict(), fp16)
 
 
 def _check_dequantized(case: ClassUnderTest) -> Comparisons:
     path = fp8_checkpoint(case)
-    expected = case.reference_class.from_pretrained(case.bf16_checkpoint_without_dtype, dtype="auto")
-    yield from compare_dtypes(case.load(path, dtype="auto").state_dict(), expected.state_dict())
+    yield from compare_dtypes(case.load(path, dtype="auto").state_dict(), case.dtypes_with_auto)
 
 
 def _check_logits(case: ClassUnderTest) -> Comparisons:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import json
+from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -85,6 +86,16 @@ class ClassUnderTest:
     def bf16_checkpoint_without_dtype(self) -> Path:
         """`bf16_checkpoint` with a configuration without a dtype."""
         return without_dtype(self.bf16_checkpoint, self.folder / "bf16-no-dtype")
+
+    @cached_property
+    def dtypes_with_auto(self) -> Mapping[str, torch.dtype]:
+        """Dtypes of the reference loaded from `bf16_checkpoint_without_dtype` with `dtype="auto"`, by name."""
+        return self.reference_dtypes(self.bf16_checkpoint_without_dtype, "auto")
+
+    def reference_dtypes(self, path: Path, dtype: str | torch.dtype) -> Mapping[str, torch.dtype]:
+        """Load the reference from `path`, and return the dtype of each tensor by name."""
+        tensors = self.reference_class.from_pretrained(path, dtype=dtype).state_dict()
+        return {name: tensor.dtype for name, tensor in tensors.items()}
 
     def load(self, path: Path, **options: Any) -> Any:
         """Load our class strictly."""
