@@ -116,6 +116,7 @@ def serving(engine: HFEngine, style: str = "vllm") -> Iterator[tuple[str, Served
             pass
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.daemon_threads = False  # closing waits for delayed answers: they would draw from the next test's generator
     server.handle_error = lambda *_: None  # the client has closed the connection
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
