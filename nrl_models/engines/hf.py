@@ -157,31 +157,29 @@ class HFEngine(Engine):
             )
         results: dict[int, Sample] = {}
         ends = set() if ignore_end else {*as_ids(self.model.generation_config.eos_token_id), *self._tokenizer_ends}
-        # The recorder processes the logits; transformers' processors are disabled.
-        neutral = {} if sampling.greedy else {"temperature": 1.0, "top_k": 0, "top_p": 1.0}
         prefix_types = marks_prefix(self.model)
-        torch.manual_seed(seed)
+        generator = torch.Generator(self.model.device).manual_seed(seed)
         for indices in _by_length(prompts, model_inputs):
             given = {} if model_inputs is None else model_inputs[indices[0]]
             stops = ends | placeholders(self.model.config, given)
             config = GenerationConfig(
-                do_sample=not sampling.greedy,
-                **neutral,
+                do_sample=False,
                 max_new_tokens=max_new_tokens,
                 eos_token_id=sorted(stops) or None,
                 pad_token_id=0,
             )
-            recorder = _LogprobRecorder(sampling)
+            sampler = _TokenSampler(sampling, generator)
             batch = torch.tensor([list(prompts[index]) for index in indices], device=self.model.device)
             with self._plain_generation():
                 sequences = self.model.generate(
                     input_ids=batch,
                     attention_mask=torch.ones_like(batch),
                     generation_config=config,
-                    logits_processor=LogitsProcessorList([recorder]),
+                    logits_processor=LogitsProcessorList([sampler]),
                     **self._of_batch(given, batch),
                 )
-            new, logprobs = sequences[:, batch.shape[1] :].tolist(), recorder.finish(sequences).tolist()
+            new = sequences[:, batch.shape[1] :].tolist()
+            logprobs = torch.cat(sampler.logprobs, dim=1).double().tolist()
             for row, index in enumerate(indices):
                 stop = next((place for place, token in enumerate(new[row]) if token in stops), None)
                 size, reason = (None, "length") if stop is None else (stop + 1, "stop")
@@ -321,25 +319,26 @@ def _by_length(rows: Sequence[Tokens], inputs: Sequence[Mapping[str, Any]] | Non
     return [list(group) for _, group in groupby(sorted(range(len(rows)), key=kind), key=kind)]
 
 
-class _LogprobRecorder(LogitsProcessor):
-    """Process logits according to `Sampling`, and record the log-probability of each sampled token."""
+class _TokenSampler(LogitsProcessor):
+    """Draw a token for each row according to `Sampling`, and record its log-probability.
 
-    def __init__(self, sampling: Sampling) -> None:
-        self.sampling = sampling
-        self.last: torch.Tensor | None = None
+    transformers draws from torch's global generator, whose state belongs to the caller and to other threads. Here it
+    selects the token that this class has drawn, which is the only finite logit.
+
+    Args:
+        sampling: Processing of the logits.
+        generator: Generator on the device of the logits.
+    """
+
+    def __init__(self, sampling: Sampling, generator: torch.Generator) -> None:
+        self.sampling, self.generator = sampling, generator
         self.logprobs: list[torch.Tensor] = []
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        self._record(input_ids[:, -1])
         scores = processed(scores.float(), self.sampling)
-        self.last = scores.log_softmax(-1)
-        return scores
-
-    def _record(self, tokens: torch.Tensor) -> None:
-        if self.last is not None:
-            self.logprobs.append(self.last.gather(-1, tokens[:, None]))
-
-    def finish(self, sequences: torch.Tensor) -> torch.Tensor:
-        """Return log-probabilities of all sampled tokens, `(batch, new_tokens)`."""
-        self._record(sequences[:, -1])
-        return torch.cat(self.logprobs, dim=1).double()
+        if self.sampling.greedy:
+            tokens = scores.argmax(-1, keepdim=True)
+        else:
+            tokens = torch.multinomial(scores.softmax(-1), 1, generator=self.generator)
+        self.logprobs.append(scores.log_softmax(-1).gather(-1, tokens))
+        return torch.full_like(scores, -math.inf).scatter(-1, tokens, 0.0)

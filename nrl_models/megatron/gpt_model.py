@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from nrl_models.common.forward.random_states import random_states_kept
 from nrl_models.common.state_dict.adapter import StateDictAdapter
 from nrl_models.errors import Problem, ProblemKind, StateDictError
 from nrl_models.family import FamilyModel
@@ -176,12 +177,13 @@ def proven_settings(model: FamilyModel) -> GPTSettings:
     _require(problems, model)
     # Sequences of small models are short, so scaling parameters of rotary positions are not scaled down.
     rope = {"rope_parameters": config.rope_parameters}
-    small = model_class._from_config(
-        tiny_config(copy.deepcopy(config), {**model_class.tiny, **rope}, model_class), dtype=torch.float32
-    ).eval()
-    torch.manual_seed(0)
-    randomize(small)
-    choices, difference = _best_reading(small)
+    with random_states_kept():
+        torch.manual_seed(0)
+        small = model_class._from_config(
+            tiny_config(copy.deepcopy(config), {**model_class.tiny, **rope}, model_class), dtype=torch.float32
+        ).eval()
+        randomize(small)
+        choices, difference = _best_reading(small)
     if difference > TOLERANCE:
         detail = f"has other logits: those of a small model differ by {difference:.1e} of the largest"
         _require([Problem(ProblemKind.UNSUPPORTED, "its forward", detail)], model)

@@ -65,6 +65,16 @@ def test_seed_determines_samples(engine: HFEngine, prompts: list[list[int]]) -> 
     assert engine.generate(prompts, Sampling(), max_new_tokens=12, seed=2) != first
 
 
+def test_samples_are_independent_of_other_random_numbers(engine: HFEngine, prompts: list[list[int]]) -> None:
+    """Another thread may draw from torch's global generator during a step, for example another engine."""
+    expected = engine.generate(prompts, Sampling(), max_new_tokens=12, seed=1)
+    hook = engine.model.register_forward_hook(lambda *_: change_random_states())
+    try:
+        assert engine.generate(prompts, Sampling(), max_new_tokens=12, seed=1) == expected
+    finally:
+        hook.remove()
+
+
 class RandomStateChangingEngine(HFEngine):
     """An engine that changes the global random states in every call, as some engines do."""
 

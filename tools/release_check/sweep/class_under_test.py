@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from nrl_models import registry
 from nrl_models.inputs.audio import AUDIO, takes_audio
@@ -65,8 +65,12 @@ class ClassUnderTest:
         return copy.deepcopy(self.case.reference())
 
     def reference(self) -> PreTrainedModel:
-        """Create a new copy of the reference, because some models keep state of their last forward."""
-        return copy.deepcopy(self._reference)
+        """Create a new copy of the reference, because some models keep state of their last forward.
+
+        The copies share parameters and configurations, which no forward changes.
+        """
+        shared = [*self._reference.parameters(), *configurations(self._reference)]
+        return copy.deepcopy(self._reference, {id(value): value for value in shared})
 
     @cached_property
     def checkpoint(self) -> Path:
@@ -143,6 +147,12 @@ class ClassUnderTest:
             except Exception as error:
                 return f"takes no text without an image or a clip: {error}"
         return ""
+
+
+def configurations(model: PreTrainedModel) -> list[PreTrainedConfig]:
+    """Return the configuration of a model and those of its modules."""
+    found = [getattr(module, "config", None) for module in model.modules()]
+    return [config for config in found if isinstance(config, PreTrainedConfig)]
 
 
 def without_dtype(source: Path, path: Path) -> Path:
