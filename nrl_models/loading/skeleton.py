@@ -19,7 +19,7 @@ from nrl_models.common.modules import owner_of
 from nrl_models.common.process_state import BUILDING
 from nrl_models.common.state_dict.matching import is_wide_float
 from nrl_models.common.upstream import mark_initialized
-from nrl_models.errors import UnknownArgumentError
+from nrl_models.errors import ConfigurationError, Problem, ProblemKind, UnknownArgumentError
 
 
 def build_skeleton(
@@ -112,12 +112,23 @@ def resolve_dtype(dtype: str | torch.dtype, config: PreTrainedConfig, files: Che
     """Return the dtype to load in. "auto" is the dtype of the configuration, or else that of the files.
 
     As in transformers, a dtype that only a part of the configuration has (`text_config.dtype`) does not count.
+
+    Raises:
+        UnknownArgumentError: If parameters cannot have this dtype.
+        ConfigurationError: The same for the dtype of the configuration.
     """
-    if dtype == "auto":
-        if config.dtype is None:
-            return files.dtype or torch.get_default_dtype()
-        dtype = config.dtype
-    return checked_dtype(dtype)
+    if dtype != "auto":
+        return checked_dtype(dtype)
+    if config.dtype is None:
+        return files.dtype or torch.get_default_dtype()
+    try:
+        return checked_dtype(config.dtype)
+    except UnknownArgumentError as error:
+        detail = f"is {config.dtype}, expected a floating-point dtype such as bfloat16"
+        problem = Problem(ProblemKind.CONFIG, "dtype", detail)
+        where = config.name_or_path or "the configuration"
+        advice = "correct it, or pass dtype= to from_pretrained"
+        raise ConfigurationError(f"cannot load {where}", [problem], [advice]) from error
 
 
 def checked_dtype(dtype: str | torch.dtype) -> torch.dtype:

@@ -168,7 +168,7 @@ def open_source(path_or_id: str | Path | None, keywords: Mapping[str, Any]) -> I
             if isinstance(options.config, PreTrainedConfig):
                 config = copy.deepcopy(options.config)
             else:
-                place = as_path(options.config or folder or "")
+                place = as_path(options.config or folder or Path())
                 place = current(place) if place.exists() else resolve_folder(place)
                 ignored = (*KEYS, "rope_parameters") if "rope_parameters" in overrides else options.ignore_config_keys
                 config = read_config(place, trust_remote_code=options.trust_remote_code, ignored=ignored)

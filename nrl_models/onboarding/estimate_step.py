@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedConfig, PreTrainedModel, masking_utils
 
+from nrl_models.common.config.at_fault import blaming
 from nrl_models.common.config.positions import model_limit
 from nrl_models.common.modules import class_name, is_base_model
 from nrl_models.common.upstream_torch import TorchDispatchMode
@@ -159,19 +160,24 @@ def run_step(model: PreTrainedModel, setting: Setting, mesh: DeviceMesh) -> tupl
 
 
 def _outputs(model: PreTrainedModel, tokens: torch.Tensor) -> torch.Tensor:
-    """Return the model's logits, or the last hidden states of a base model."""
-    try:
-        output: Any = model(input_ids=tokens, use_cache=False)
-    except RuntimeError as error:  # an operation that torch does not run without values
-        if isinstance(error, NRLModelsError) or "meta" not in str(error):
-            raise
-        name = class_name(model)
-        detail = "reads values of tensors, which a model without weights does not have; torch raised "
-        problem = Problem(ProblemKind.UNSUPPORTED, name, f"{detail}{type(error).__name__}")
-        advice = f"measure one training step of {name} on a device instead"
-        raise ConfigurationError(
-            f"cannot estimate activations and communication of {name}", [problem], [advice]
-        ) from error
+    """Return the model's logits, or the last hidden states of a base model.
+
+    Raises:
+        ConfigurationError: If the forward raises an error.
+    """
+    name = class_name(model)
+    with blaming(model.config, f"run {name}"):
+        try:
+            output: Any = model(input_ids=tokens, use_cache=False)
+        except RuntimeError as error:  # an operation that torch does not run without values
+            if isinstance(error, NRLModelsError) or "meta" not in str(error):
+                raise
+            detail = "reads values of tensors, which a model without weights does not have; torch raised "
+            problem = Problem(ProblemKind.UNSUPPORTED, name, f"{detail}{type(error).__name__}")
+            advice = f"measure one training step of {name} on a device instead"
+            raise ConfigurationError(
+                f"cannot estimate activations and communication of {name}", [problem], [advice]
+            ) from error
     result: torch.Tensor = output[0] if is_base_model(model) else output.logits
     return result
 

@@ -34,11 +34,13 @@ def as_path(path_or_id: str | os.PathLike[str]) -> Path:
     """Return a path or the name of a hub repository as a path, with `~` expanded.
 
     Raises:
-        UnknownArgumentError: If it is neither a string nor a path.
+        UnknownArgumentError: If it is neither a string nor a path, or empty.
         CheckpointError: If no file can have that path: a null byte, an unknown user, or too many characters.
     """
     if not isinstance(path_or_id, str | os.PathLike) or not isinstance(os.fspath(path_or_id), str):
         raise UnknownArgumentError(f"{shown(path_or_id)}: expected a directory, a file or the name of a hub repository")
+    if not os.fspath(path_or_id):
+        raise UnknownArgumentError("the path is empty: pass '.' for the current directory")
     try:
         path = Path(path_or_id).expanduser()
         with suppress(FileNotFoundError, NotADirectoryError, PermissionError):

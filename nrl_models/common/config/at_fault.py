@@ -25,6 +25,9 @@ from nrl_models.errors import (
 
 OR_REPORT = "; if transformers' own class accepts it, report a bug of this family"
 
+TORCH_ARGUMENTS = {"padding_idx": "pad_token_id", "num_embeddings": "vocab_size", "embedding_dim": "hidden_size"}
+"""Arguments of torch's modules that its messages name, with the keys of their values."""
+
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
@@ -78,9 +81,10 @@ def keys_at_fault(
 ) -> dict[str, Any]:
     """Find configuration values that caused an error, from code and message.
 
-    Candidates are the values that the innermost line of transformers' code names. Otherwise, those that the innermost
-    function reads and whose type is in the message. If some candidates are zero or negative, only these are returned;
-    otherwise, if some were passed, only these; otherwise, if some are quoted in the message, only these.
+    If torch does not have a dtype, returns the keys with that dtype. Otherwise, candidates are the values that the
+    innermost line of transformers' code names. Otherwise, those that the innermost function reads and whose type is in
+    the message. If some candidates are zero or negative, only these are returned; otherwise, if some were passed, only
+    these; otherwise, if some are quoted or named in the message, only these.
 
     Args:
         error: The caught error.
@@ -92,7 +96,10 @@ def keys_at_fault(
     Returns:
         Values by path; empty if none can be found.
     """
+    if isinstance(error, AttributeError) and error.obj is torch:
+        return {path: value for path, value in _dtypes(values, "") if value == error.name}
     message, named = str(error), {**dict(_flat(values, "")), **passed}
+    arguments = {key for argument, key in TORCH_ARGUMENTS.items() if argument in message.lower()}
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     lines = [summary.line or "" for summary in traceback.extract_tb(error.__traceback__)]
     upstream = [
@@ -102,11 +109,12 @@ def keys_at_fault(
     ]
     for words, _ in upstream:
         if found := _among(named, words | _read_by_properties(config_class, words)):
+            found |= _among(named, arguments)
             of_caller = {path: value for path, value in found.items() if path in passed}
             numbers = {path: value for path, value in found.items() if type(value) in (int, float)}
             not_positive = {path: value for path, value in numbers.items() if value <= 0}
             quoted = {path: value for path, value in found.items() if str(value) in message}
-            return not_positive or of_caller or quoted or found
+            return not_positive or of_caller or quoted or _among(found, arguments) or found
     for _, code in upstream:
         found = _among(named, {*code.co_names, *(name for name in code.co_consts if isinstance(name, str))})
         if quoted := {path: value for path, value in found.items() if f"'{type(value).__name__}'" in message}:
@@ -132,3 +140,11 @@ def _flat(values: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
             yield f"{prefix}{key}", value
             if isinstance(value, Mapping):
                 yield from _flat(value, f"{prefix}{key}.")
+
+
+def _dtypes(values: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+    for key, value in values.items():
+        if key in ("dtype", "torch_dtype"):
+            yield f"{prefix}{key}", value
+        elif isinstance(value, Mapping):
+            yield from _dtypes(value, f"{prefix}{key}.")

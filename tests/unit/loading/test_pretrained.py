@@ -248,6 +248,13 @@ def test_invalid_dtype_raises(llama_checkpoint: Path, dtype: Any) -> None:
         AutoModelForCausalLM.from_pretrained(llama_checkpoint, dtype=dtype)
 
 
+def test_empty_path_raises(llama_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(llama_checkpoint)
+    with pytest.raises(UnknownArgumentError, match=r"the path is empty: pass '\.' for the current directory"):
+        AutoModelForCausalLM.from_pretrained("")
+    AutoModelForCausalLM.from_pretrained(".")
+
+
 @pytest.mark.parametrize("content", ["", "{", "[1]", "null", '"llama"', "\xff"])
 def test_invalid_config_json_raises(folder: Path, content: str) -> None:
     (folder / "config.json").write_bytes(content.encode("latin-1"))

@@ -71,16 +71,20 @@ def test_inspect_unregistered_architecture(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:DbrxForCausalLM is not registered")
-def test_plan_of_unregistered_experts_raises(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("clip_qkv", "message"),
+    [
+        (8, "DbrxForCausalLM: reads values of tensors, which a model without weights does not have"),
+        (None, "attn_config.clip_qkv: is None: "),
+    ],
+)
+def test_plan_of_unregistered_experts_raises(tmp_path: Path, clip_qkv: int | None, message: str) -> None:
     sizes = {"d_model": 64, "n_heads": 4, "n_layers": 2, "vocab_size": 100, "architectures": ["DbrxForCausalLM"]}
-    sizes |= {"attn_config": {"clip_qkv": 8, "kv_n_heads": 2, "rope_theta": 10000.0}}
+    sizes |= {"attn_config": {"clip_qkv": clip_qkv, "kv_n_heads": 2, "rope_theta": 10000.0}}
     AutoConfig.for_model("dbrx", **sizes).save_pretrained(tmp_path)
     result = CliRunner().invoke(app, ["plan", str(tmp_path), "--mesh", "fsdp=1"], env={"COLUMNS": "300"})
     assert result.exit_code == 2
-    assert (
-        "DbrxForCausalLM: reads values of tensors, which a model without weights does not have"
-        in str(result.exception) + result.output
-    )
+    assert message in str(result.exception) + result.output
 
 
 @pytest.mark.filterwarnings("ignore:CLIPModel is not registered")
