@@ -20,7 +20,7 @@ from tools.release_check import saved_runs
 from tools.release_check.outcome_files import OutcomeFile
 from tools.release_check.sweep import class_sweep
 from tools.release_check.sweep.class_checks import CHECKS, ClassUnderTest, difference, run_checks, run_one
-from tools.release_check.sweep.independent import IMPLEMENTATIONS
+from tools.release_check.sweep.independent import IMPLEMENTATIONS, independent_logits
 from tools.release_check.sweep.outcomes import Check, Outcome, Reference, SweepOutcome
 from tools.release_check.workers import End, Ending, Result
 
@@ -142,6 +142,46 @@ def test_wrong_attention_of_baichuan_is_found(name: str, monkeypatch: pytest.Mon
     case = ClassUnderTest(name, tmp_path)
     for check in (Check.LOGITS, Check.GRADIENTS):
         outcome = run_one(name, check, case)
+        assert (outcome.outcome, outcome.reference) == (Outcome.DIFFERENT, Reference.INDEPENDENT)
+
+
+@pytest.fixture(scope="module")
+def kimi_vl(tmp_path_factory: pytest.TempPathFactory) -> ClassUnderTest:
+    return ClassUnderTest("KimiVLForConditionalGeneration", tmp_path_factory.mktemp("kimi"))
+
+
+def wide_images(case: ClassUnderTest) -> dict[str, torch.Tensor]:
+    """Text with two images that are wider than high, and higher than wide."""
+    config: Any = case.reference().config
+    grids = [[2, 8], [6, 4]]
+    ids = torch.full((1, 14), config.media_placeholder_token_id)
+    ids[0, [0, 5, -3, -2]] = torch.tensor([20, 21, 22, 23])
+    vision = config.vision_config
+    shape = (sum(rows * columns for rows, columns in grids), vision.num_channels, *[vision.patch_size] * 2)
+    pixels = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    return {"input_ids": ids, "pixel_values": pixels, "image_grid_hws": torch.tensor(grids)}
+
+
+@torch.no_grad()
+def test_independent_kimi_vl_matches_wide_and_high_images(kimi_vl: ClassUnderTest) -> None:
+    inputs = wide_images(kimi_vl)
+    expected = independent_logits(kimi_vl.reference(), inputs)
+    assert difference(kimi_vl.reference()(**inputs).logits, expected) < 1e-5
+
+
+@torch.no_grad()
+def test_wrong_positions_of_kimi_vl_are_found(kimi_vl: ClassUnderTest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Model and reference share a vision tower that exchanges rows and columns."""
+    from nrl_models.families.kimi_vl import modeling
+
+    original = modeling.rotary_angles
+
+    def exchanged(*arguments: Any) -> torch.Tensor:
+        return original(*arguments).unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
+
+    monkeypatch.setattr(modeling, "rotary_angles", exchanged)
+    for check in (Check.MEDIA_LOGITS, Check.GRADIENTS):
+        outcome = run_one("KimiVLForConditionalGeneration", check, kimi_vl)
         assert (outcome.outcome, outcome.reference) == (Outcome.DIFFERENT, Reference.INDEPENDENT)
 
 

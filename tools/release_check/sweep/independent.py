@@ -10,19 +10,19 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch.func import functional_call
 from torch.nn import functional as F
 from transformers import PreTrainedModel
-from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3ForCausalLM
+
+from tools.release_check.sweep.independent_kimi_vl import kimi_vl_logits
 
 Weights = Mapping[str, torch.Tensor]
-Implementation = Callable[[Any, Weights, Mapping[str, Any]], torch.Tensor | None]
-"""Computes logits from a configuration, weights by name, and inputs. None if it does not support the inputs."""
+Implementation = Callable[[Any, Weights, Mapping[str, Any]], torch.Tensor]
+"""Computes logits from a configuration, weights by name, and inputs."""
 
 
 @torch.no_grad()
 def independent_logits(reference: PreTrainedModel, inputs: Mapping[str, Any]) -> torch.Tensor | None:
-    """Return logits of another implementation with the reference's weights. None if there is none for these inputs.
+    """Return logits of another implementation with the reference's weights. None if there is none.
 
     Args:
         reference: The plain implementation, for its weights and configuration.
@@ -33,7 +33,7 @@ def independent_logits(reference: PreTrainedModel, inputs: Mapping[str, Any]) ->
 
 
 def independent_gradients(reference: PreTrainedModel, inputs: Mapping[str, Any]) -> dict[str, torch.Tensor] | None:
-    """Return gradients of the loss by another implementation. None if there is none for these inputs.
+    """Return gradients of the loss by another implementation. None if there is none.
 
     Args:
         reference: The plain implementation, for its weights and configuration.
@@ -49,8 +49,6 @@ def independent_gradients(reference: PreTrainedModel, inputs: Mapping[str, Any])
         logits = implementation(
             reference.config, weights, {name: value for name, value in inputs.items() if name != "labels"}
         )
-        if logits is None:
-            return None
         if any(name.endswith("lm_head.weight") for name in weights):  # predicts the next token
             logits, labels = logits[:, :-1], labels[:, 1:]
         F.cross_entropy(logits.flatten(0, -2), labels.flatten()).backward()
@@ -122,23 +120,11 @@ def _rotated(states: torch.Tensor, base: float) -> torch.Tensor:
     return torch.cat([pairs.real, pairs.imag], dim=-1)
 
 
-def _kimi_vl(config: Any, weights: Weights, inputs: Mapping[str, Any]) -> torch.Tensor | None:
-    """Compute Kimi-VL on text only with transformers' DeepSeek-V3."""
-    if inputs.keys() - {"input_ids", "attention_mask"}:
-        return None
-    decoder = DeepseekV3ForCausalLM._from_config(config.text_config).eval()
-    prefix = "language_model."
-    own = {name.removeprefix(prefix): value for name, value in weights.items() if name.startswith(prefix)}
-    if missing := decoder.state_dict().keys() - own.keys():
-        raise ValueError(f"Kimi-VL has no {sorted(missing)}")
-    return functional_call(decoder, own, kwargs={**inputs, "use_cache": False}).logits
-
-
 IMPLEMENTATIONS: Mapping[str, Implementation] = {
     "BaichuanForCausalLM": _baichuan,
     "BaiChuanForCausalLM": _baichuan,
     "BaichuanForSequenceClassification": _baichuan_of_sequence,
     "BaichuanForTokenClassification": _baichuan,
-    "KimiVLForConditionalGeneration": _kimi_vl,
+    "KimiVLForConditionalGeneration": kimi_vl_logits,
 }
 """Implementations by the class name of the plain implementation."""
