@@ -439,21 +439,25 @@ MIXTURES = [
 ]
 """Different routers, shared experts, and biases of experts."""
 
-QUICK = ("DeepseekV3ForCausalLM", "GptOssForCausalLM")
+QUICK = [("DeepseekV3ForCausalLM", "ep"), ("GptOssForCausalLM", "tp")]
 """Mixtures that are compiled in `make test-distributed`, with Mixtral below. `make test-full` compiles all."""
 
 
-@pytest.mark.parametrize("sizes", [{"ep": 2}, {"tp": 2}], ids=["ep", "tp"])
 @pytest.mark.parametrize(
-    "architecture", [pytest.param(name, marks=() if name in QUICK else pytest.mark.long) for name in MIXTURES]
+    ("architecture", "dimension"),
+    [
+        pytest.param(name, dimension, marks=() if (name, dimension) in QUICK else pytest.mark.long)
+        for name in MIXTURES
+        for dimension in ("ep", "tp")
+    ],
 )
-def test_compiled_moe_gradients_match_uncompiled(two: World, architecture: str, sizes: dict[str, int]) -> None:
-    check_compiled(two, architecture, **sizes)
+def test_compiled_moe_gradients_match_uncompiled(two: World, architecture: str, dimension: str) -> None:
+    check_compiled(two, architecture, **{dimension: 2})
 
 
-def test_compiled_moe_gradients_over_two_dimensions(four: World) -> None:
-    check_compiled(four, "MixtralForCausalLM", fsdp=2, ep=2)
-    check_compiled(four, "MixtralForCausalLM", ep=2, tp=2)
+@pytest.mark.parametrize("sizes", [pytest.param({"fsdp": 2, "ep": 2}, marks=pytest.mark.long), {"ep": 2, "tp": 2}])
+def test_compiled_moe_gradients_over_two_dimensions(four: World, sizes: dict[str, int]) -> None:
+    check_compiled(four, "MixtralForCausalLM", **sizes)
 
 
 def check_compiled(world: World, architecture: str, **sizes: int) -> None:

@@ -8,6 +8,7 @@ them, because starting processes takes seconds.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import shutil
@@ -116,6 +117,7 @@ def reward(completions: list[str], **_: Any) -> list[float]:
 
 if __name__ == "__main__":
     PartialState(cpu=True)  # initializes the process group
+    gc.freeze()  # accelerate and transformers collect garbage often, which visits all objects of torch
     runs_file = Path(sys.argv[1])
     logged = [Run(**run)() for run in json.loads(runs_file.read_text())]
     runs_file.with_suffix(f".json.{dist.get_rank()}").write_text(json.dumps(logged))

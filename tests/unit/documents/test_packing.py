@@ -197,10 +197,13 @@ def test_class_patches_take_effect_and_are_reversible(model: PreTrainedModel, mo
         assert torch.equal(model(input_ids=input_ids, position_ids=PACKED)[0], logits)
 
 
-@pytest.mark.parametrize("compiled", ["wrapped", "in place", "base model"])
-def test_compiled_hybrid_keeps_documents_apart(compiled: str) -> None:
+@pytest.mark.parametrize(
+    ("architecture", "compiled"),
+    [("Qwen3_5ForCausalLM", "wrapped"), ("Lfm2ForCausalLM", "in place"), ("Lfm2ForCausalLM", "base model")],
+)
+def test_compiled_hybrid_keeps_documents_apart(architecture: str, compiled: str) -> None:
     """Layers with a state run each document separately, and layers with attention run the row."""
-    model, input_ids = case_of("Qwen3_5ForCausalLM")
+    model, input_ids = case_of(architecture)
     packed = {"input_ids": input_ids, "position_ids": PACKED, "attention_mask": torch.ones_like(PACKED)}
     torch.compiler.reset()
     with torch.no_grad():
