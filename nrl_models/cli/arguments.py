@@ -213,7 +213,7 @@ IgnoredConfigKeys = Annotated[
     typer.Option(
         "--ignore-config-key",
         metavar="KEY",
-        help="Load the checkpoint although this config.json key is not supported. The key has no effect. Repeatable.",
+        help="Accept the checkpoint although this config.json key is not supported, and ignore the key. Repeatable.",
         callback=ignored_keys,
         rich_help_panel=INPUT,
     ),
@@ -235,7 +235,11 @@ Verbose = Annotated[
 Device = Annotated[
     str, typer.Option(metavar=DEVICE, help="Device of the trainer's model, e.g. cuda:0.", rich_help_panel=TRAINER)
 ]
-_ENGINE_NAME = engine_argument("vllm, vllm-transformers, mlx, megatron, hf-generate, or a server URL.", "--engine")
+_ENGINE_NAME = engine_argument(
+    "vllm, vllm-transformers (vLLM with transformers' classes), mlx, megatron, hf-generate (transformers' "
+    "generate), or the URL of a server.",
+    "--engine",
+)
 EngineName = Annotated[str, _ENGINE_NAME]
 OptionalEngineName = Annotated[str | None, _ENGINE_NAME]
 EngineOptions = Annotated[
@@ -258,8 +262,9 @@ TrainerDtype = Annotated[
 Threshold = Annotated[
     float,
     number(
-        "A cell passes if its token_mult_prob_error is at most FLOAT, or meets --noise-factor. The metric is the "
-        "mean factor between the probabilities that trainer and engine give to a token: 1 if they are equal.",
+        "A cell passes if its token_mult_prob_error is at most FLOAT. The metric is the mean ratio of the larger to "
+        "the smaller of the probabilities that trainer and engine give to a token: 1 if they are equal. See also "
+        "--noise-factor.",
         panel=BOUNDS,
     ),
 ]

@@ -117,7 +117,9 @@ def certify(
     seed: Annotated[int, typer.Option(metavar=INT, help="Random seed for inputs.")] = 0,
     verify: Annotated[
         Path | None,
-        input_file("Run no checks: verify that this certificate is intact and describes PATH.", metavar="CERTIFICATE"),
+        input_file(
+            "Run no checks: verify that this certificate is unchanged and was made for PATH.", metavar="CERTIFICATE"
+        ),
     ] = None,
     public_key: Annotated[
         Path | None, input_file("With --verify: require a signature by this public key (PEM).")
@@ -127,7 +129,7 @@ def certify(
         typer.Option(
             metavar=INT,
             min=0,
-            help="With --verify: require a certificate in which trainer and engine agree on a sequence of at least INT "
+            help="With --verify: require that the longest sequence on which trainer and engine agree has at least INT "
             "tokens.",
         ),
     ] = 0,
@@ -139,9 +141,9 @@ def certify(
         str | None,
         typer.Option(
             metavar="MESH",
-            help="Also run three training steps with learning rates 0, 0 and 0.01, and check that every sync arrives "
-            "and that only the last step changes weights. MESH is 'none' (one process) or a device mesh, e.g. fsdp=2 "
-            "or tp=2. \\[default: off]",
+            help="Also train three steps with learning rates 0, 0 and 0.01. The engine must receive every sync, and "
+            "only the last step may change weights. MESH: 'none' trains in one process, fsdp=2 or tp=2 on a mesh. "
+            "\\[default: no such check]",
             callback=lambda text: text if text in (None, "none") else mesh_sizes(text),
         ),
     ] = None,
@@ -150,7 +152,7 @@ def certify(
         typer.Option(
             metavar=INT,
             min=1,
-            help="Check only the first INT layers, for models that do not fit in memory. The certificate shows it. "
+            help="Check only the first INT layers, for models that do not fit in memory. The certificate records INT. "
             "\\[default: all]",
         ),
     ] = None,
@@ -170,9 +172,10 @@ def certify(
 ) -> None:
     """Run all checks on a checkpoint and an engine, and write a certificate: ready for RL, not ready, or not decided.
 
-    The answer cannot be 'ready' without --engine, or if checks are left out. Exit status: 0 ready, 1 not ready, 2 could
-    not run, 3 not decided. With --verify, the exit status is 0 if the certificate is intact and belongs to PATH, even
-    if it says 'not ready'; otherwise it is 1. Interrupted runs resume when you repeat the command.
+    'Ready' requires --engine and all checks that apply to the model. Exit status: 0 ready, 1 not ready, 2 could not
+    run, 3 not decided. With --verify, the exit status is 0 if the certificate is unchanged, was made for PATH and
+    covers what you require, even if it says 'not ready'; otherwise it is 1. Interrupted runs resume when you repeat the
+    command.
     """
     if verify is not None:
         require_only(context, APPLIES_TO_VERIFY, "--verify")

@@ -54,7 +54,8 @@ def parity(
         Literal["megatron"] | None,
         typer.Option(
             metavar="NAME",
-            help="Also compare nrl_models' model with a second trainer's. Supported: megatron (Megatron-Core).",
+            help="Also compare nrl_models' model with the same model in another framework. Supported: megatron "
+            "(Megatron-Core).",
         ),
     ] = None,
     ignore_config_key: IgnoredConfigKeys = None,
@@ -97,9 +98,9 @@ def refit_check(
     threshold: Annotated[
         float,
         number(
-            "Upper limit for both bounds. After each of two refits, token_mult_prob_error must be at most a bound. "
-            "The first bound depends on the dtype, the second on the error after the first refit. The metric is the "
-            "mean factor between the probabilities that trainer and engine give to a token.",
+            "token_mult_prob_error is compared with a bound after each of two refits. The first bound depends on the "
+            "dtype, the second on the error after the first refit. Both are at most FLOAT. The metric is the mean "
+            "ratio of the larger to the smaller of the probabilities that trainer and engine give to a token.",
             panel=BOUNDS,
         ),
     ] = 1.05,

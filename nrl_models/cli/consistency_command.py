@@ -79,7 +79,8 @@ def consistency(
         bool,
         typer.Option(
             "--full",
-            help="Compare the 36 cells of NeMo RL's guide: lengths 100, 1000 and 10000; batch sizes 1, 8 and 32.",
+            help="Compare the 36 cells of NeMo RL's guide: lengths 100, 1000 and 10000; batch sizes 1, 8 and 32; both "
+            "kinds of prompts and both modes.",
             rich_help_panel=MATRIX,
         ),
     ] = False,
@@ -91,7 +92,7 @@ def consistency(
         int,
         typer.Option(
             metavar=INT,
-            help="Number of tokens to generate per sequence. Capped at half of --length.",
+            help="Number of tokens to generate per sequence, at most half of --length.",
             min=1,
             rich_help_panel=SAMPLING,
         ),
@@ -134,7 +135,8 @@ def consistency(
     witness: Annotated[
         str | None,
         engine_argument(
-            "Also score failing cells with mlx or vllm-transformers, and report which side it agrees with.",
+            "Also score failing cells with a third implementation, mlx or vllm-transformers. The report says whether "
+            "it agrees with the trainer or with the engine.",
             panel=ENGINE,
         ),
     ] = None,

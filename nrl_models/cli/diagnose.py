@@ -268,12 +268,12 @@ def prefix_caching(
     ignore_config_key: IgnoredConfigKeys = None,
     json_file: JsonFile = None,
 ) -> None:
-    """Check log-probabilities of a second turn with prefix caching (NeMo RL's diagnostic 5).
+    """Check that prefix caching does not change a second turn's log-probabilities (NeMo RL's diagnostic 5).
 
     The prompt of the second turn is the first prompt and its completion.
 
     Fails if a log-probability is NaN. Also compares the second completion with a single prefill without the cache, and
-    fails if token_mult_prob_error, the mean factor between their probabilities, exceeds --threshold.
+    fails if token_mult_prob_error, the mean ratio of the larger to the smaller probability, exceeds --threshold.
     """
     from nrl_models.diagnostics.engine_checks import diagnose_prefix_caching
     from nrl_models.diagnostics.lengths import counting_prompt, fitting_lengths

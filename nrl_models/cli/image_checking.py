@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 ImageFiles = Annotated[
     list[Path] | None,
     input_file(
-        "Image file. Compare on a prompt with this image instead of the matrix. Repeatable: one prompt per file. Needs "
-        "--engine vllm.",
+        "Image file. Compares a prompt with this image, and no lengths, batch sizes and modes. Repeatable: one prompt "
+        "per file. Needs --engine vllm.",
         panel=INPUT,
     ),
 ]

@@ -39,8 +39,8 @@ def train(
 ) -> None:
     """Run a training recipe.
 
-    The exit status is 1 if a metric is outside the recipe's bounds, or if `watch` stops the run because trainer and
-    engine differ.
+    The exit status is 1 if a metric is outside the recipe's bounds, or if the check nrl_models.watch (docs/watch.md)
+    stops the run because trainer and engine differ.
 
     A recipe file can only call the functions that the page docs/recipes.md lists. To use your own function, pass it on
     the command line, for example reward._target_=package.function.

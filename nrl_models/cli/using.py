@@ -53,10 +53,10 @@ def demo(
     verbose: Verbose = False,
     json_file: JsonFile = None,
 ) -> None:
-    """Train a small Llama with transformers, load it with nrl_models, compare it with transformers, and save it again.
+    """Train a small Llama with transformers, load it with nrl_models, compare both models, and certify the result.
 
-    Then run nrl-models certify on the model with --engine hf-generate, unless you pass --real or --break. Exit status:
-    0 if all checks passed and the certificate, if any, says 'ready', otherwise 1.
+    The certificate is that of nrl-models certify with --engine hf-generate. With --real or --break, there is none. Exit
+    status: 0 if all checks passed and the certificate, if any, says 'ready', otherwise 1.
     """
     from nrl_models.certify import Answer
     from nrl_models.cli.demo import BUG, certify_demo, next_commands, run_demo, run_real_demo

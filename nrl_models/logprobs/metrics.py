@@ -5,7 +5,7 @@ selects the tokens to compare. With `r = trainer - engine`:
 
 | metric | definition | if equal |
 |---|---|---|
-| `token_mult_prob_error` | mean exp(abs(r)): mean factor between probabilities; the guide's bound is 1.05 | 1 |
+| `token_mult_prob_error` | mean exp(abs(r)), the larger over the smaller probability; the guide's bound is 1.05 | 1 |
 | `sampling_importance_ratio` | mean exp(r): signed, so it shows bias rather than spread | 1 |
 | `kl_k1`, `kl_k2`, `kl_k3` | mean -r, r^2 / 2, exp(r) - 1 - r: estimators of KL(engine, trainer) | 0 |
 | `js_divergence_error` | mean k3 of trainer and engine against their even mixture: bounded growth, unlike k3 | 0 |

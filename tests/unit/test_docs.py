@@ -118,8 +118,8 @@ def test_readme_figures_match_generated_pages() -> None:
     assert (
         f"{vllm.compared + vllm.not_run} of the {vllm.shared} architectures and variants that vLLM also supports were "
         f"tried on a CPU. {vllm.compared} ran: {vllm.agreeing} agree after each of two refits; "
-        f"{vllm.undecided} are not decided, because their errors exceed 1.05 but not the bound from bf16 rounding; "
-        f"{vllm.disagreeing} disagree or cannot be refitted. {vllm.not_run} did not run."
+        f"{vllm.disagreeing} disagree or do not accept new weights; {vllm.undecided} are not decided. "
+        f"{vllm.not_run} did not run."
     ) in text
     assert (
         f"[With images](docs/engine-coverage.md#vllm-with-images), {images.compared + images.not_run} were tried and "
