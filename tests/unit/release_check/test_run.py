@@ -72,6 +72,14 @@ def test_invalid_argument_raises(argument: str) -> None:
         requested_versions([argument])
 
 
+def test_conflicting_arguments_raise() -> None:
+    with pytest.raises(ReleaseCheckError, match="^newest: expected no other arguments"):
+        requested_versions(["newest", "peft==0.22.0"])
+    with pytest.raises(ReleaseCheckError, match="^peft==0.22.0: peft==0.21.0 is also there"):
+        requested_versions(["peft==0.21.0", "peft==0.22.0"])
+    assert len(requested_versions(["peft==0.22.0", "peft==0.22.0", "trl==1.16.0"])) == 2
+
+
 def test_nonexistent_version_raises(checkout: Path, released: None) -> None:
     with pytest.raises(ReleaseCheckError) as raised:
         run.release_check(Request(("transformers==5.99",), checkout, checkout / "out", 1), print)

@@ -78,19 +78,23 @@ def requested_versions(arguments: Iterable[str]) -> dict[str, Version]:
     """Parse versions by package from arguments such as `peft==0.22.0`.
 
     Raises:
-        ReleaseCheckError: An argument has another form, or the package is not in `PACKAGES`.
+        ReleaseCheckError: An argument has another form, the package is not in `PACKAGES`, or it has two versions.
     """
     versions: dict[str, Version] = {}
     for argument in arguments:
         name, _, version = argument.partition("==")
+        if argument == NEWEST:
+            raise ReleaseCheckError(f"{NEWEST}: expected no other arguments, because it selects every package")
         if name not in PACKAGES or not version:
             raise ReleaseCheckError(
                 f"{argument}: expected {NEWEST} or PACKAGE==VERSION, with one of {', '.join(PACKAGES)}"
             )
         try:
-            versions[name] = Version(version)
+            wanted = Version(version)
         except InvalidVersion as error:
             raise ReleaseCheckError(f"{argument}: {version!r} is not a version") from error
+        if versions.setdefault(name, wanted) != wanted:
+            raise ReleaseCheckError(f"{argument}: {name}=={versions[name]} is also there; check one version at a time")
     return versions
 
 
