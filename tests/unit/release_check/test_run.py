@@ -73,9 +73,9 @@ def test_invalid_argument_raises(argument: str) -> None:
 
 
 def test_conflicting_arguments_raise() -> None:
-    with pytest.raises(ReleaseCheckError, match="^newest: expected no other arguments"):
+    with pytest.raises(ReleaseCheckError, match=r"^newest: expected no other arguments"):
         requested_versions(["newest", "peft==0.22.0"])
-    with pytest.raises(ReleaseCheckError, match="^peft==0.22.0: peft==0.21.0 is also there"):
+    with pytest.raises(ReleaseCheckError, match=r"^peft==0\.22\.0: peft==0\.21\.0 is also there"):
         requested_versions(["peft==0.21.0", "peft==0.22.0"])
     assert len(requested_versions(["peft==0.22.0", "peft==0.22.0", "trl==1.16.0"])) == 2
 
