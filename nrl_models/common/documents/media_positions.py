@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
+from transformers import PreTrainedConfig
 
 from nrl_models.common.upstream import MEDIA, POSITIONS_FROM_MEDIA
 
@@ -40,9 +41,16 @@ _planes: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
 def rotary_planes(model: nn.Module) -> int:
     """Return the number of planes of a model's rotary positions (M-RoPE). 0 if it has plain positions."""
     if model not in _planes:
-        sections = (getattr(module, "mrope_section", None) for module in model.modules())
+        sections = [getattr(module, "mrope_section", None) for module in model.modules()]
+        sections.append(_configured_sections(model))  # attention of transformers 5.5 reads the configuration
         _planes[model] = next((len(section) for section in sections if section is not None), 0)
     return _planes[model]
+
+
+def _configured_sections(model: nn.Module) -> Sequence[int] | None:
+    config = getattr(model, "config", None)
+    rope = getattr(config.get_text_config(), "rope_parameters", None) if isinstance(config, PreTrainedConfig) else None
+    return rope.get("mrope_section") if isinstance(rope, Mapping) else None
 
 
 def text_positions(model: nn.Module, position_ids: torch.Tensor | None) -> torch.Tensor | None:

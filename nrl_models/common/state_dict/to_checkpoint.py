@@ -173,6 +173,9 @@ def checkpoint_layout(
         model: The model.
         adapter: The model's adapter.
         original_format: False for the layout in memory of transformers' class (`save_original_format`).
+
+    Raises:
+        StateDictError: If transformers would give two tensors the same name, and save only one of them.
     """
     left_out = set(model._keys_to_ignore_on_save or ()) | adapter.tied.keys()
     loaded_with = loaded_conversions(model)
@@ -182,8 +185,23 @@ def checkpoint_layout(
         table = adapter.hub
     else:
         in_memory = {name: tensor for name, tensor in adapter.transformers.items() if name not in adapter.tied}
-        table = loaded_names(model).saved(convert_layout(model, in_memory, adapter.own, loaded_with))
+        converted = convert_layout(model, in_memory, adapter.own, loaded_with)
+        _require_all(in_memory, converted)
+        table = loaded_names(model).saved(converted)
     return {name: tensor for name, tensor in table.items() if not left_out.intersection(tensor.parameters)}
+
+
+def _require_all(tensors: Mapping[str, HFTensor], converted: Mapping[str, HFTensor]) -> None:
+    """Check that a conversion keeps all tensors. transformers 5.5 loses some when it reverts a `key_mapping`."""
+    kept = {parameter for tensor in converted.values() for parameter in tensor.parameters}
+    detail = "transformers gives it the name of another tensor"
+    if lost := [
+        Problem(ProblemKind.DUPLICATED, name, detail)
+        for name, tensor in tensors.items()
+        if not kept.issuperset(tensor.parameters)
+    ]:
+        advice = "pass save_original_format=False, or upgrade transformers"
+        raise StateDictError("the saved checkpoint would lack tensors", lost, [advice])
 
 
 def _values(model: PreTrainedModel, adapter: StateDictAdapter) -> dict[str, torch.Tensor]:

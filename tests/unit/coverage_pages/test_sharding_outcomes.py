@@ -1,5 +1,7 @@
 """Recording outcomes of sharded architectures, and their text on the pages."""
 
+import pytest
+
 from nrl_models import registry
 from nrl_models.testing.variants import with_variants
 from tools.checkout import PAGES
@@ -56,6 +58,7 @@ def test_versions_of_several_runs() -> None:
     assert all_versions(recorded[Kind.TP].values()) == "torch 8 and 9"
 
 
+@pytest.mark.usefixtures("every_family")
 def test_every_other_outcome_has_a_reason() -> None:
     recorded = read_records(PAGES)
     registered = set(with_variants(registry.architectures(aliases=False)))

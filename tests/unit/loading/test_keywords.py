@@ -16,7 +16,7 @@ from transformers import LlamaForCausalLM as HFLlama
 
 from nrl_models import AutoModelForCausalLM, AutoModelForSequenceClassification, BackendConfig, CheckpointError
 from nrl_models.common.checkpoint import files
-from nrl_models.errors import ConfigurationError, DeviceError, UnknownArgumentError
+from nrl_models.errors import ConfigurationError, DeviceError, StateDictError, UnknownArgumentError
 from nrl_models.families.llama.model import LlamaForCausalLM
 from nrl_models.loading import keywords as of_keywords
 from nrl_models.loading.read_config import override
@@ -256,9 +256,15 @@ def test_key_mapping_that_swaps_names(llama_checkpoint: Path, tmp_path: Path) ->
     assert_same(ours, theirs)
     name = "model.layers.{}.mlp.up_proj.weight"
     assert_same({name.format(0): ours[name.format(1)]}, {name.format(0): stored(llama_checkpoint)[name.format(0)]})
-    for number, model in enumerate(models):
-        model.save_pretrained(tmp_path / str(number))
-    assert_same(*(stored(tmp_path / str(number)) for number in range(2)))
+    models[1].save_pretrained(tmp_path / "theirs")
+    if len(stored(tmp_path / "theirs")) < len(theirs):  # transformers 5.5 loses the tensors of one layer
+        with pytest.raises(StateDictError, match=r"duplicated: model\.layers\.\d\.\S+: transformers gives it the name"):
+            models[0].save_pretrained(tmp_path / "ours")
+        models[0].save_pretrained(tmp_path / "ours", save_original_format=False)
+        assert_same(stored(tmp_path / "ours"), ours)
+        return
+    models[0].save_pretrained(tmp_path / "ours")
+    assert_same(stored(tmp_path / "ours"), stored(tmp_path / "theirs"))
 
 
 def test_key_mapping_to_unknown_names_raises(llama_checkpoint: Path) -> None:

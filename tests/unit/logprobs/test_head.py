@@ -242,7 +242,7 @@ def test_model_errors_are_propagated() -> None:
         token_logprobs(model, too_long)
 
 
-TINY: dict[str, Any] = {"vocab_size": 128, "hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
+TINY: dict[str, Any] = {"vocab_size": 128, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 SEQ2SEQ: dict[str, Any] = {"vocab_size": 128, "d_model": 64, "max_position_embeddings": 64, "decoder_start_token_id": 0}
 SEQ2SEQ |= {f"{part}_{key}": 1 for part in ("encoder", "decoder") for key in ("layers", "attention_heads")}
 NOT_CAUSAL = {
