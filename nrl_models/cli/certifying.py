@@ -100,9 +100,9 @@ def certify(
         typer.Option(
             parser=check_name,
             metavar="CHECK",
-            help="Run only this check. Repeatable. Other checks keep their results from an earlier run with the same "
-            "--out. If there is no earlier run, the answer cannot be 'ready'. Checks that share a computation are "
-            "selected together. Names (quote those with spaces): "
+            help="Run only this check, and checks that share its computation. Repeatable. Other checks keep their "
+            "results from an earlier run with the same --out. If there is no earlier run, the answer cannot be "
+            "'ready'. Names (quote those with spaces): "
             f"{', '.join(CHECK_NAMES[:-2])}, and with --in-loop: {', '.join(CHECK_NAMES[-2:])}.",
         ),
     ] = None,
@@ -142,7 +142,7 @@ def certify(
         typer.Option(
             metavar="MESH",
             help="Also train three steps with learning rates 0, 0 and 0.01. The engine must receive every sync, and "
-            "only the last step may change weights. MESH: 'none' trains in one process, fsdp=2 or tp=2 on a mesh. "
+            "only the last step may change weights. MESH: fsdp=2, tp=2, ..., or 'none' to train in one process. "
             "\\[default: no such check]",
             callback=lambda text: text if text in (None, "none") else mesh_sizes(text),
         ),
@@ -174,8 +174,8 @@ def certify(
 
     'Ready' requires --engine and all checks that apply to the model. Exit status: 0 ready, 1 not ready, 2 could not
     run, 3 not decided. With --verify, the exit status is 0 if the certificate is unchanged, was made for PATH and
-    covers what you require, even if it says 'not ready'; otherwise it is 1. Interrupted runs resume when you repeat the
-    command.
+    satisfies the other options (--length, --public-key, ...), even if it says 'not ready'; otherwise it is 1.
+    Interrupted runs resume when you repeat the command.
     """
     if verify is not None:
         require_only(context, APPLIES_TO_VERIFY, "--verify")

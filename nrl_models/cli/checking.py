@@ -98,8 +98,8 @@ def refit_check(
     threshold: Annotated[
         float,
         number(
-            "token_mult_prob_error is compared with a bound after each of two refits. The first bound depends on the "
-            "dtype, the second on the error after the first refit. Both are at most FLOAT. The metric is the mean "
+            "Upper limit of the bounds on token_mult_prob_error after two refits. The dtype determines the first "
+            "bound, the error after the first refit determines the second. The metric is the mean "
             "ratio of the larger to the smaller of the probabilities that trainer and engine give to a token.",
             panel=BOUNDS,
         ),

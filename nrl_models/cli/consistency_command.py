@@ -92,7 +92,7 @@ def consistency(
         int,
         typer.Option(
             metavar=INT,
-            help="Number of tokens to generate per sequence, at most half of --length.",
+            help="Number of tokens to generate per sequence. Reduced to half of --length if it is larger.",
             min=1,
             rich_help_panel=SAMPLING,
         ),
@@ -183,7 +183,7 @@ def consistency(
         ),
     ] = 1024,
 ) -> None:
-    """Compare the log-probabilities of trainer and inference engine, for several lengths, batch sizes and prompts.
+    """Compare the log-probabilities of trainer and inference engine, for several lengths, prompts and batch sizes.
 
     The trainer is the model as nrl_models loads it. A cell is a combination of length, prompts, decoding mode and batch
     size. The 8 default cells take about 10 minutes for a model of 135M parameters on 2 cores; --full takes hours.

@@ -33,10 +33,10 @@ def new(
 ) -> None:
     """Generate a family for a new architecture: detect fusable projections, write the package, and test it.
 
-    A family is the package with nrl_models' classes for an architecture. By default, the
-    command writes the package, a coverage page and a list of configuration keys into your clone of nrl_models, and
-    lists the declarations that you have to complete. The generated tests need pytest: install the extra `test`. Exit
-    status: 0 all tests passed, 1 a test failed, 2 could not run, or the model has no projections to fuse.
+    A family is the package with nrl_models' classes for an architecture. By default, the command writes the package, a
+    coverage page and a list of configuration keys into your clone of nrl_models. It lists what you have to decide, if
+    anything. The generated tests need pytest: install the extra `test`. Exit status: 0 all tests passed; 1 a test
+    failed; 2 the command could not run, or the model has no projections to fuse.
     """
     from rich.table import Table
 

@@ -272,8 +272,9 @@ def prefix_caching(
 
     The prompt of the second turn is the first prompt and its completion.
 
-    Fails if a log-probability is NaN. Also compares the second completion with a single prefill without the cache, and
-    fails if token_mult_prob_error, the mean ratio of the larger to the smaller probability, exceeds --threshold.
+    Fails if a log-probability is NaN. Also prefills the complete sequence without the cache, and compares the second
+    completion's log-probabilities. Fails if token_mult_prob_error, the mean ratio of the larger to the smaller
+    probability, exceeds --threshold.
     """
     from nrl_models.diagnostics.engine_checks import diagnose_prefix_caching
     from nrl_models.diagnostics.lengths import counting_prompt, fitting_lengths

@@ -56,7 +56,7 @@ def demo(
     """Train a small Llama with transformers, load it with nrl_models, compare both models, and certify the result.
 
     The certificate is that of nrl-models certify with --engine hf-generate. With --real or --break, there is none. Exit
-    status: 0 if all checks passed and the certificate, if any, says 'ready', otherwise 1.
+    status: 0 if all checks passed and the certificate, if any, says 'ready'; 1 if not; 2 if the demo could not run.
     """
     from nrl_models.certify import Answer
     from nrl_models.cli.demo import BUG, certify_demo, next_commands, run_demo, run_real_demo
@@ -159,7 +159,7 @@ def plan(
         ),
     ] = None,
     micro_batch: Annotated[
-        int, typer.Option(metavar=INT, help="Sequences per rank and forward pass.", min=1, max=2**16)
+        int, typer.Option(metavar=INT, help="Number of sequences in each forward pass of a rank.", min=1, max=2**16)
     ] = 1,
     dtype: Annotated[
         str,
