@@ -133,7 +133,11 @@ def test_other_unknown_modules_next_to_published_names_raise(name: str, tmp_path
 def test_base_model_of_qwen2_audio_loads_without_head(tmp_path: Path) -> None:
     """The base model accepts labels, but has no head and no loss."""
     FamilyCase(registry.model_class("Qwen2AudioForConditionalGeneration")).reference().save_pretrained(tmp_path)
-    expected = HFAutoModel.from_pretrained(tmp_path, dtype=torch.float32)
+    expected, told = HFAutoModel.from_pretrained(tmp_path, dtype=torch.float32, output_loading_info=True)
+    if told["missing_keys"]:  # transformers 5.18 does not read the names that it saves
+        with pytest.raises(CheckpointError, match="missing: "):
+            AutoModel.from_pretrained(tmp_path, dtype=torch.float32)
+        return
     model, info = AutoModel.from_pretrained(tmp_path, dtype=torch.float32, output_loading_info=True)
     assert is_base_model(model)
     assert info["unexpected_keys"] == {"language_model.lm_head.weight"}

@@ -98,6 +98,8 @@ def test_class_that_replaces_transformers_own_loads(tmp_path: Path) -> None:
         pass
 
     transformers.AutoModelForCausalLM.register(LlamaConfig, Replacing, exist_ok=True)
+    if transformers.AutoModelForCausalLM._model_mapping[LlamaConfig] is not Replacing:
+        pytest.skip("this transformers ignores classes that replace its own")
     reference = Replacing(tiny_config(LlamaConfig)).eval()
     reference.save_pretrained(tmp_path)
     model = nrl_models.AutoModelForCausalLM.from_pretrained(tmp_path)
