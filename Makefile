@@ -2,7 +2,7 @@
 #
 #   make demo           train a small Llama, load it with nrl_models, run every check, certify it; 3 to 7 minutes
 #   make test           hand-written tests, generated tests for one model of each architecture pattern, and for changed
-#                       families; 18 minutes on 2 cores. SHARE=16 adds tests of a sixteenth of the other architectures
+#                       families; half an hour on 2 cores. SHARE=16 adds tests of a sixteenth of the other architectures
 #   make test-all       also long tests and the generated tests of all other architectures; 15 more minutes
 #                       (TRANSFORMERS=5.5.0 selects another version)
 #   make test-real      tests on two small pretrained models from PyPI
