@@ -120,10 +120,10 @@ def test_value_head_is_not_loaded_into_base_model(architecture: str, named: bool
 def test_other_unknown_modules_next_to_published_names_raise(name: str, tmp_path: Path) -> None:
     """Only a module with one output is a head: others may be parts of the base model."""
     FamilyCase(registry.model_class("AriaForConditionalGeneration")).reference().save_pretrained(tmp_path)
-    if any(name.startswith("model.") for name in stored(tmp_path)):
-        pytest.skip("this transformers saves names with the prefix of the base model")
     file = sorted(tmp_path.glob("*.safetensors"))[0].name
     rows = 1 if name.startswith(("language_model", "extra")) else 2
+    if rows == 2 and any(key.startswith("model.") for key in stored(tmp_path)):
+        pytest.skip("this transformers saves names with the prefix of the base model: other modules are heads")
     edit_weights(tmp_path, lambda tensors: tensors.update({name: torch.ones(rows, 256)}), file)
     with pytest.raises(CheckpointError, match=rf"unexpected: {name}"):
         AutoModel.from_pretrained(tmp_path)
