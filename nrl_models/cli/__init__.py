@@ -71,7 +71,8 @@ def main(
     """Apply the options of all commands."""
     # By default OpenMP threads spin while they wait. With an engine on the same cores, generation took 6 times as long.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    console.output.quiet, console.output.json_only = quiet, False
+    console.output.quiet = quiet
+    context.call_on_close(console.output.reset)
     console.show_warnings()
     for name in ("torchao", "torch.utils._pytree"):  # transformers imports torchao, which logs missing CUDA libraries
         logging.getLogger(name).setLevel(logging.ERROR)

@@ -63,6 +63,10 @@ class Output:
     quiet: bool = False
     json_only: bool = False
 
+    def reset(self) -> None:
+        """Restore the defaults. A command that the same process runs next must not inherit `--quiet`."""
+        self.quiet = self.json_only = False
+
     def console(self, *, stderr: bool = False) -> PlainConsole:
         """Return the console for results or, with `stderr`, for progress."""
         console = PlainConsole(stderr=stderr or self.json_only, quiet=self.quiet)

@@ -14,7 +14,7 @@ import pytest
 from typer.testing import CliRunner
 
 import nrl_models
-from nrl_models.cli import app
+from nrl_models.cli import app, console
 from nrl_models.cli.certifying import CHECK_NAMES
 from tests.unit.printed import unframed
 
@@ -203,7 +203,8 @@ def test_quiet(before: bool, llama_checkpoint: Path, monkeypatch: pytest.MonkeyP
     result = runner.invoke(app, ["-q", "inspect", str(llama_checkpoint), "--json", "-"])
     assert json.loads(result.stdout)
     assert not result.stderr
-    assert "LlamaForCausalLM" in runner.invoke(app, command).output  # only for the duration of one run
+    assert console.output == console.Output()  # options apply to one run, also to commands of tools/ in this process
+    assert "LlamaForCausalLM" in runner.invoke(app, command).output
 
 
 @pytest.mark.parametrize("name", ["-q", "--traceback"])
