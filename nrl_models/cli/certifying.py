@@ -103,7 +103,7 @@ def certify(
             help="Run only this check, and checks that share its computation. Repeatable. Other checks keep their "
             "results from an earlier run with the same --out. If there is no earlier run, the answer cannot be "
             "'ready'. Names (quote those with spaces): "
-            f"{', '.join(CHECK_NAMES[:-2])}, and with --in-loop: {', '.join(CHECK_NAMES[-2:])}.",
+            f"{', '.join(CHECK_NAMES[:-2])}. Two more need --in-loop: {', '.join(CHECK_NAMES[-2:])}.",
         ),
     ] = None,
     skip: Annotated[
@@ -141,8 +141,9 @@ def certify(
         str | None,
         typer.Option(
             metavar="MESH",
-            help="Also train three steps with learning rates 0, 0 and 0.01. The engine must receive every sync, and "
-            "only the last step may change weights. MESH: fsdp=2, tp=2, ..., or 'none' to train in one process. "
+            help="Also train three steps with learning rates 0, 0 and 0.01, and send the weights after each. All must "
+            "arrive, and only the last step may change weights. MESH: e.g. fsdp=2 or fsdp=2,tp=2; 'none' trains in "
+            "one process. "
             "\\[default: no such check]",
             callback=lambda text: text if text in (None, "none") else mesh_sizes(text),
         ),
@@ -172,9 +173,9 @@ def certify(
 ) -> None:
     """Run all checks on a checkpoint and an engine, and write a certificate: ready for RL, not ready, or not decided.
 
-    'Ready' requires --engine and all checks that apply to the model. Exit status: 0 ready, 1 not ready, 2 could not
-    run, 3 not decided. With --verify, the exit status is 0 if the certificate is unchanged, was made for PATH and
-    satisfies the other options (--length, --public-key, ...), even if it says 'not ready'; otherwise it is 1.
+    The answer is 'ready' only with --engine, and if all checks that apply to the model pass. Exit status: 0 ready, 1
+    not ready, 2 could not run, 3 not decided. With --verify, 0 means that the certificate is unchanged, was made for
+    PATH, and satisfies --engine, --full, --length and --public-key, if given. It may say 'not ready'. Otherwise 1.
     Interrupted runs resume when you repeat the command.
     """
     if verify is not None:

@@ -98,9 +98,9 @@ def refit_check(
     threshold: Annotated[
         float,
         number(
-            "Upper limit of the bounds on token_mult_prob_error after two refits. The dtype determines the first "
-            "bound, the error after the first refit determines the second. The metric is the mean "
-            "ratio of the larger to the smaller of the probabilities that trainer and engine give to a token.",
+            "Each of the two refits has a bound on token_mult_prob_error: the first depends on the dtype, the second "
+            "on the first refit's error. Neither bound is above FLOAT. The metric is the mean, over tokens, of the "
+            "larger of trainer's and engine's probability divided by the smaller.",
             panel=BOUNDS,
         ),
     ] = 1.05,
@@ -119,8 +119,8 @@ def refit_check(
 ) -> None:
     """Check that new weights reach an engine.
 
-    Start an engine with random weights, send it the model's weights, train one step, and send the new weights. Compare
-    log-probabilities after each transfer.
+    Starts an engine with random weights, sends it the model's weights, trains one step, and sends the new weights.
+    Compares log-probabilities after each transfer.
     """
     from nrl_models.consistency.refit import check_refit, refit_settings
 

@@ -103,7 +103,7 @@ def consistency(
     strict: Annotated[
         bool,
         typer.Option(
-            help="Also compare in the other direction: the trainer samples and the engine scores. A cell fails if "
+            help="By default, the engine samples and the trainer scores. Also compare the reverse. A cell fails if "
             "either comparison fails.",
             rich_help_panel=SAMPLING,
         ),
@@ -115,8 +115,8 @@ def consistency(
     noise_factor: Annotated[
         float,
         number(
-            "A cell also passes if its error is at most 1 + FLOAT * (noise floor - 1). The noise floor is the "
-            "error that rounding alone causes. 0 disables this rule.",
+            "A cell also passes if its token_mult_prob_error is at most 1 + FLOAT * (noise floor - 1). The noise "
+            "floor is the error that rounding alone causes. 0 disables this rule.",
             panel=BOUNDS,
             least=0.0,
         ),
@@ -183,7 +183,7 @@ def consistency(
         ),
     ] = 1024,
 ) -> None:
-    """Compare the log-probabilities of trainer and inference engine, for several lengths, prompts and batch sizes.
+    """Compare the log-probabilities of trainer and inference engine, for several lengths, prompts and decoding modes.
 
     The trainer is the model as nrl_models loads it. A cell is a combination of length, prompts, decoding mode and batch
     size. The 8 default cells take about 10 minutes for a model of 135M parameters on 2 cores; --full takes hours.

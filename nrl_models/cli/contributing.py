@@ -31,10 +31,10 @@ def new(
         typer.Option("--again", help="With --out-of-tree: also accept an architecture that is already registered."),
     ] = False,
 ) -> None:
-    """Generate a family for a new architecture: detect fusable projections, write the package, and test it.
+    """Generate a family (the classes of an architecture): detect fusable projections, write the package, and test it.
 
-    A family is the package with nrl_models' classes for an architecture. By default, the command writes the package, a
-    coverage page and a list of configuration keys into your clone of nrl_models. It lists what you have to decide, if
+    By default, the command writes the package, a page of test results (docs/model-coverage) and a list of configuration
+    keys into your clone of nrl_models. It lists what you have to decide, if
     anything. The generated tests need pytest: install the extra `test`. Exit status: 0 all tests passed; 1 a test
     failed; 2 the command could not run, or the model has no projections to fuse.
     """

@@ -261,7 +261,10 @@ def prefix_caching(
     ] = None,
     threshold: Annotated[
         float,
-        number("Largest mean of exp(|cached - prefill|) that passes. Both are log-probabilities.", panel=BOUNDS),
+        number(
+            "Largest token_mult_prob_error that passes: the mean of exp(|cached - prefill|) of log-probabilities.",
+            panel=BOUNDS,
+        ),
     ] = 1.05,
     dtype: Dtype = None,
     engine_option: EngineOptions = None,
@@ -272,8 +275,8 @@ def prefix_caching(
 
     The prompt of the second turn is the first prompt and its completion.
 
-    Fails if a log-probability is NaN. Also prefills the complete sequence without the cache, and compares the second
-    completion's log-probabilities. Fails if token_mult_prob_error, the mean ratio of the larger to the smaller
+    Fails if a log-probability is NaN. Compares the second completion's log-probabilities with those of a prefill of the
+    complete sequence without the cache. Fails if token_mult_prob_error, the mean ratio of the larger to the smaller
     probability, exceeds --threshold.
     """
     from nrl_models.diagnostics.engine_checks import diagnose_prefix_caching

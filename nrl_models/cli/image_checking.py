@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 ImageFiles = Annotated[
     list[Path] | None,
     input_file(
-        "Image file. Compares trainer and engine on a prompt that contains this image, and on no other prompts. "
-        "Repeatable: one prompt per file. Needs --engine vllm.",
+        "Image file. Compares prompts with images, one per file, instead of the matrix, by default in float32. "
+        "Repeatable. Needs --engine vllm.",
         panel=INPUT,
     ),
 ]

@@ -53,7 +53,7 @@ def demo(
     verbose: Verbose = False,
     json_file: JsonFile = None,
 ) -> None:
-    """Train a small Llama with transformers, load it with nrl_models, compare both models, and certify the result.
+    """Train a small Llama, compare its checkpoint loaded with nrl_models and with transformers, and certify it.
 
     The certificate is that of nrl-models certify with --engine hf-generate. With --real or --break, there is none. Exit
     status: 0 if all checks passed and the certificate, if any, says 'ready'; 1 if not; 2 if the demo could not run.

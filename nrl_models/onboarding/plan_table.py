@@ -14,13 +14,13 @@ ROWS = {
     "parameters": "this rank's share",
     "gradients": "this rank's share",
     "optimizer": "this rank's share of AdamW's two states",
-    "gathered": "complete layers that fsdp gathers at once, and their gradients",
+    "gathered": "what fsdp holds unsharded at a time: two layers, embeddings and head, with gradients",
     "activations": "of one micro-batch",
     "buffers": "on every rank",
 }
 
 ROWS_OF_STAGES = ROWS | {
-    "gathered": "complete layers that fsdp gathers at once, and all gradients of the stages",
+    "gathered": "what fsdp holds unsharded at a time: two layers, embeddings and head; all gradients of the stages",
     "activations": "of all micro-batches in flight",
 }
 """Descriptions with `pp`."""

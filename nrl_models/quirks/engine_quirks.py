@@ -29,7 +29,7 @@ EXPORT = (
     Quirk(
         name="names-on-the-hub",
         symptom="The names of a model's parameters in transformers differ from those in Hub checkpoints. An "
-        "engine that receives the former ignores the weights or loads wrong ones.",
+        "engine that receives transformers' names ignores the weights or loads wrong ones.",
         where=("export", "engine"),
         applies=predicates.has_several_names,
         handling="Exports have the names and layout of Hub checkpoints, with separate tensors for each expert. A "
@@ -117,13 +117,13 @@ INFERENCE = (
     ),
     Quirk(
         name="engine-v0-runtime",
-        symptom="vLLM's V0 engine no longer exists. Environments may still select it with `NRL_VLLM_USE_V1=0`, "
-        "which would have no effect.",
+        symptom="vLLM's V0 engine no longer exists. Scripts may still select it with the environment variable "
+        "`NRL_VLLM_USE_V1=0`, which would have no effect.",
         where=("engine",),
         every_model=True,
         handling="`NRL_VLLM_USE_V1=0` raises an error.",
         code=("nrl_models.engines.vllm:VLLMEngine.start",),
         fixed="vllm>=0.11",
-        kept_for="environments that still set the variable",
+        kept_for="scripts that still set the variable",
     ),
 )

@@ -18,8 +18,8 @@ FORWARD = (
     ),
     Quirk(
         name="packed-documents",
-        symptom="Documents packed into one sequence attend to each other, unless neither an attention mask nor a "
-        "cache is passed. Only then does transformers separate documents by their position IDs.",
+        symptom="Documents packed into one sequence attend to each other if an attention mask or a cache is passed. "
+        "Only without both does transformers separate documents by their position IDs.",
         where=("forward",),
         applies=predicates.packs,
         every_model=True,
@@ -52,22 +52,22 @@ FORWARD = (
     ),
     Quirk(
         name="mrope-packed-documents",
-        symptom="Packed documents always attend to each other in models with M-RoPE, because masks are built only "
-        "from position IDs with several planes. Position IDs of text have one plane.",
+        symptom="In models with M-RoPE, packed text documents attend to each other: transformers separates documents "
+        "only by position IDs of shape `(4, batch, length)`, but those of text are `(batch, length)`.",
         where=("forward",),
         applies=predicates.declares("mrope-packed-documents"),
-        handling="Position IDs of text are passed in four planes. The first has the text positions.",
+        handling="Position IDs of text are passed as four rows per sequence. The first has the text positions.",
         code=("nrl_models.common.forward.mrope:PackedTextPositions",),
         probe="behavioral",
         asks="transformers lets packed documents attend to each other without a mask",
     ),
     Quirk(
         name="image-masks-in-packed-rows",
-        symptom="In packed rows, tokens of an image attend to the wrong tokens in layers with sliding windows, because "
-        "transformers reads the mask of images at position IDs. These restart with each document.",
+        symptom="In packed rows, tokens of an image attend to the wrong tokens in layers with sliding windows: "
+        "transformers indexes the mask of images by position IDs, which restart with each document, not by columns.",
         where=("forward",),
         applies=predicates.packs_images_with_windows,
-        handling="nrl_models reads the mask of images at the columns of the row.",
+        handling="nrl_models indexes the mask of images by columns.",
         code=("nrl_models.common.documents.mask_functions:at_columns",),
         since="transformers>=5.23",
         probe="behavioral",

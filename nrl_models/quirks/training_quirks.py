@@ -67,8 +67,9 @@ TRAINING = (
     ),
     Quirk(
         name="routing-flips",
-        symptom="In activation checkpointing or in an engine, an MoE model may choose different experts if two "
-        "router scores are almost equal. The gradients then belong to a different computation.",
+        symptom="When activation checkpointing recomputes, or in an engine, an MoE model may choose other experts than "
+        "in the trainer's forward, if two router scores are almost equal. The gradients then belong to a different "
+        "computation.",
         where=("trainer", "engine"),
         applies=predicates.has_experts,
         handling="`record_routing` records the experts chosen in a forward. `replay_routing` uses them again in "
@@ -109,8 +110,8 @@ TRAINING = (
     ),
     Quirk(
         name="fused-out-projection",
-        symptom="The mixer's fused kernel reads the weight of `out_proj` directly, so an adapter or a hook on that "
-        "module has no effect in training.",
+        symptom="The fused kernel of Mamba layers reads the weight of `out_proj` directly, so an adapter or a hook on "
+        "that module has no effect in training.",
         where=("forward", "trainer"),
         applies=predicates.fuses_out_projection,
         handling="PEFT raises an error for `out_proj` of models it supports. For other models, leave `out_proj` "

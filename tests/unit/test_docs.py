@@ -116,8 +116,8 @@ def test_readme_figures_match_generated_pages() -> None:
     assert f"{len(CATALOG)} known bugs" in text
     _, vllm, images, mlx = (counts(part) for part in (ROOT / "docs/engine-coverage.md").read_text().split("\n## "))
     assert (
-        f"{vllm.compared + vllm.not_run} of the {vllm.shared} architectures and variants that vLLM also supports were "
-        f"tried on a CPU. {vllm.compared} ran: {vllm.agreeing} agree after each of two refits; "
+        f"Of {vllm.shared} architectures (some in several configurations) that vLLM also supports, "
+        f"{vllm.compared + vllm.not_run} were tried on a CPU. {vllm.compared} ran: {vllm.agreeing} agree after each of two refits; "
         f"{vllm.disagreeing} disagree or do not accept new weights; {vllm.undecided} are not decided. "
         f"{vllm.not_run} did not run."
     ) in text
@@ -127,8 +127,8 @@ def test_readme_figures_match_generated_pages() -> None:
         f"{images.disagreeing} disagree."
     ) in text
     assert (
-        f"{mlx.compared + mlx.not_run} of the {mlx.shared} architectures and variants that MLX-LM also supports were "
-        f"tried. {mlx.compared} ran: {mlx.agreeing} agree, {mlx.disagreeing} disagree."
+        f"Of {mlx.shared} architectures (some in several configurations) that MLX-LM also supports, "
+        f"{mlx.compared + mlx.not_run} were tried. {mlx.compared} ran: {mlx.agreeing} agree, {mlx.disagreeing} disagree."
     ) in text
 
 
