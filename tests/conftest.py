@@ -6,6 +6,7 @@ from collections.abc import Generator
 
 import pytest
 import transformers
+from chosen_families import chosen, others, share_of
 from packaging.version import Version
 
 from nrl_models.common.checkpoint.publication import durable
@@ -21,7 +22,9 @@ SHARED = pytest.StashKey[list[str]]()
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all-families", action="store_true", help="run the generated tests for every architecture")
     parser.addoption(
-        "--share", type=int, help="also run tests not marked thorough for one in this many of the other architectures"
+        "--share",
+        type=int,
+        help="run also one N-th of the long tests, and of the other architectures (tests not marked thorough)",
     )
     parser.addoption("--cases", type=int, default=200, help="how many damaged inputs of each kind tests/campaign tries")
     parser.addoption("--fuzz-seed", type=int, default=0, help="which")
@@ -33,25 +36,35 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault("HF_DEACTIVATE_ASYNC_LOAD", "1")  # transformers loads tiny models faster without threads
     if config.getoption("--all-families"):
         return
-    from chosen_families import chosen, others, share_of
-
     parts = config.getoption("--share")
     config.stash[SHARED] = share_of(others(), parts) if parts else []
     config.stash[CHOSEN] = chosen() + config.stash[SHARED]
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Skip long tests unless all families run or their file is named, and thorough ones of a share's families."""
+    """Skip tests marked thorough of a share's architectures. Skip long tests outside the share.
+
+    All families, or a file that is named on the command line, include all long tests.
+    """
     if config.getoption("--all-families"):
         return
     shared = set(config.stash[SHARED])
-    items[:] = [item for item in items if class_under_test(item) not in shared or _is_quick(item)]
+    items[:] = [item for item in items if class_under_test(item) not in shared or not _is(item, "thorough")]
     if config.args_source is pytest.Config.ArgsSource.TESTPATHS:
-        items[:] = [item for item in items if not item.get_closest_marker("long")]
+        long = {_group(item) for item in items if _is(item, "long")}
+        parts = config.getoption("--share")
+        selected = set(share_of(long, parts)) if parts else set()
+        items[:] = [item for item in items if not _is(item, "long") or _group(item) in selected]
 
 
-def _is_quick(item: pytest.Item) -> bool:
-    return not any(item.get_closest_marker(name) for name in ("thorough", "long"))
+def _group(item: pytest.Item) -> str:
+    """Return the name that tests with expensive fixtures share, so that a share runs all of them or none."""
+    marker = item.get_closest_marker("xdist_group")
+    return str(marker.args[0]) if marker else item.nodeid
+
+
+def _is(item: pytest.Item, marker: str) -> bool:
+    return item.get_closest_marker(marker) is not None
 
 
 @pytest.hookimpl(wrapper=True)

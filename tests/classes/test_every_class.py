@@ -1,7 +1,7 @@
 """Run the cheap checks of `tools.release_check.sweep` on every registered class, also without generated tests.
 
-In `make test` the generated suite runs for one family of each pattern. A change in transformers may break other
-families: 16 vision-language models once decoded wrong logits after an image, although that selection passed.
+`make test` runs the generated suite for one family of each pattern. A change in transformers may break other families:
+16 vision-language models once decoded wrong logits after an image, although that selection passed.
 """
 
 from __future__ import annotations

@@ -243,6 +243,7 @@ def test_error_suggests_matching_auto_class(auto: Any, config: Any, advice: str)
     assert config.model_type in str(caught.value)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("named", [True, False])
 def test_every_architecture_has_an_auto_class_or_a_typed_error(named: bool) -> None:
     registry.register_custom_configs()

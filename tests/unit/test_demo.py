@@ -24,6 +24,7 @@ from nrl_models.onboarding.convert import convert
 from nrl_models.testing.tiny import tiny_config
 
 
+@pytest.mark.long
 def test_training_text_is_deterministic() -> None:
     text = text_of_this_machine(limit=50_000)
     assert len(text) == 50_000
@@ -52,6 +53,7 @@ def test_training_lowers_the_loss() -> None:
     assert not model.training
 
 
+@pytest.mark.long
 def test_break_names_the_broken_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demo, "text_of_this_machine", lambda: text_of_this_machine(limit=200_000))
     result = CliRunner().invoke(app, ["demo", "--out", str(tmp_path), "--steps", "2", "--break"])

@@ -117,9 +117,9 @@ def test_readme_figures_match_generated_pages() -> None:
     _, vllm, images, mlx = (counts(part) for part in (ROOT / "docs/engine-coverage.md").read_text().split("\n## "))
     assert (
         f"Of {vllm.shared} architectures (some in several configurations) that vLLM also supports, "
-        f"{vllm.compared + vllm.not_run} were tried on a CPU. {vllm.compared} ran: {vllm.agreeing} agree after each of two refits; "
-        f"{vllm.disagreeing} disagree or do not accept new weights; {vllm.undecided} are not decided. "
-        f"{vllm.not_run} did not run."
+        f"{vllm.compared + vllm.not_run} were tried on a CPU. {vllm.compared} ran: "
+        f"{vllm.agreeing} agree after each of two refits; {vllm.disagreeing} disagree or do not accept new weights; "
+        f"{vllm.undecided} are not decided. {vllm.not_run} did not run."
     ) in text
     assert (
         f"[With images](docs/engine-coverage.md#vllm-with-images), {images.compared + images.not_run} were tried and "
@@ -128,7 +128,8 @@ def test_readme_figures_match_generated_pages() -> None:
     ) in text
     assert (
         f"Of {mlx.shared} architectures (some in several configurations) that MLX-LM also supports, "
-        f"{mlx.compared + mlx.not_run} were tried. {mlx.compared} ran: {mlx.agreeing} agree, {mlx.disagreeing} disagree."
+        f"{mlx.compared + mlx.not_run} were tried. {mlx.compared} ran: {mlx.agreeing} agree, "
+        f"{mlx.disagreeing} disagree."
     ) in text
 
 

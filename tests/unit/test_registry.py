@@ -301,6 +301,7 @@ print(json.dumps(result))
 """
 
 
+@pytest.mark.long
 def test_families_from_entry_points(outside: Path) -> None:
     info = outside.parent / "outside-1.0.dist-info"
     info.mkdir()

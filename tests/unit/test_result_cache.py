@@ -38,6 +38,7 @@ def run_command(name: str, *options: str, cache: Path) -> tuple[str, str, list[s
     return "\n".join(output), done.stderr, json.loads(imported.replace("'", '"'))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command[0])
 def test_repeated_command_imports_no_heavy_module(
     command: tuple[str, ...], llama_checkpoint: Path, tmp_path: Path

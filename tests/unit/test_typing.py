@@ -20,7 +20,7 @@ from nrl_models.loading.source import PATH_NAME
 
 api = pytest.importorskip("mypy.api")
 
-pytestmark = pytest.mark.xdist_group("typing")  # mypy runs once per worker
+pytestmark = [pytest.mark.long, pytest.mark.xdist_group("typing")]  # mypy runs once per worker
 
 ROOT = Path(nrl_models.__file__).parent.parent
 

@@ -21,6 +21,7 @@ from nrl_models.families.llama.model import LlamaForCausalLM
 TRAINERS = ("automodel", "prime_rl", "trl", "verl")
 
 
+@pytest.mark.long
 def test_adapters_are_imported_lazily() -> None:
     code = """
 import sys, nrl_models

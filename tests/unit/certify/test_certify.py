@@ -34,7 +34,7 @@ from nrl_models.errors import ConsistencyError, EngineError, UnknownArgumentErro
 from nrl_models.testing.tiny import tiny_config
 from tests.unit.printed import unframed
 
-pytestmark = pytest.mark.xdist_group("certify")  # the tests share the reports below
+pytestmark = [pytest.mark.long, pytest.mark.xdist_group("certify")]  # the tests share the reports below
 
 OFFLINE = (
     "files", "tokenizer", "values", "embeddings", "padding", "packing", "saved files", "sharding", "weights", "layers",

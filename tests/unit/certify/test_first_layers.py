@@ -49,6 +49,7 @@ def saved(name: str, folder: Path, layers: int = LAYERS) -> Path:
     return folder
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_first_layers_load_as_model(name: str, tmp_path: Path) -> None:
     folder = saved(name, tmp_path / "complete")

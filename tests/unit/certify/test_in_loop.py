@@ -85,6 +85,7 @@ def drops_a_tensor(patch: pytest.MonkeyPatch, tiny: Path) -> None:
     patch.setattr(StateDictAdapter, "iter_export", exported)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("plant", "failed", "text"),
     [

@@ -96,6 +96,7 @@ CHANGES = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", CHANGES)
 def test_routed_experts(name: str, tmp_path: Path) -> None:
     change, status, text = CHANGES[name]
@@ -290,6 +291,7 @@ def test_engine_with_wrong_capabilities_fails(
 # Refit
 
 
+@pytest.mark.long
 def test_refit_summary_without_digests(
     dense: CheckpointUnderTest, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -86,6 +86,7 @@ def test_invalid_content_with_correct_digest_is_void(
     assert "is not a certificate" in verification.reasons[0]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer.json", "certificate.json"])
 def test_single_byte_change_is_void(name: str, certified: tuple[Path, Path], tmp_path: Path) -> None:
     source, certificate = certified

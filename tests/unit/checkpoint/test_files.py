@@ -212,6 +212,7 @@ def test_other_weight_formats_raise(tmp_path: Path, name: str, architectures: An
     assert COMMAND.search(str(error)) is None
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("index", [None, INDEX])
 def test_conversion_command_keeps_head(tmp_path: Path, index: str | None) -> None:
     reward = new_model(tiny_config(LlamaConfig), "ForSequenceClassification")

@@ -80,6 +80,7 @@ PUBLISHED = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("architecture", PUBLISHED)
 def test_fp8_of_published_classes_is_exact(architecture: str, tmp_path: Path) -> None:
     if unmet := registry.unmet_requirement(architecture):

@@ -103,6 +103,7 @@ def test_float_tensors_round_trip(architecture: str, tmp_path: Path) -> None:
         assert torch.equal(loaded(ids).logits, model.eval()(ids).logits)  # the configuration is also the same
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_quantized_tensors_match_transformers(architecture: str, dtype: torch.dtype, tmp_path: Path) -> None:

@@ -79,6 +79,7 @@ CASES: dict[str, Case] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("case", CASES)
 def test_logits_match_equivalent_config(case: str, tmp_path: Path) -> None:
     architecture, config_class, settings, keys = CASES[case]

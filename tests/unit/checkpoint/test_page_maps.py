@@ -127,6 +127,7 @@ def test_writes_change_only_one_mapping(files: list[int], contents: list[bytes],
     assert [(tmp_path / f"pages-{index}").read_bytes() for index in (0, 1)] == contents
 
 
+@pytest.mark.long
 def test_pages_are_unmapped_with_last_view(files: list[int], tmp_path: Path) -> None:
     path = tmp_path / "pages-0"
     assert count_mappings(path) == 0

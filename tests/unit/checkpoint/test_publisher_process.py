@@ -70,6 +70,7 @@ def numbers_in(model: Any) -> set[float]:
     return numbers | {float(model.config.max_position_embeddings), float(model.generation_config.max_new_tokens or -1)}
 
 
+@pytest.mark.long
 def test_no_load_mixes_generations(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoint"
     save(folder, FIRST)

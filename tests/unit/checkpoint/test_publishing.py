@@ -73,11 +73,13 @@ def folder_after_killed_save(saved: list[Generation], folder: Path) -> Path:
 # Killed and concurrent saves
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("old", "new"), [(0, 2), (None, 1)])
 def test_save_killed_at_every_call(saved: list[Generation], old: int | None, new: int, tmp_path: Path) -> None:
     assert kill_at_every_call(tmp_path / "work", saved, old, new, following=3) > 4
 
 
+@pytest.mark.long
 def test_consecutive_killed_saves(saved: list[Generation], tmp_path: Path) -> None:
     choose = random.Random(0)
     for _ in range(10):
@@ -98,6 +100,7 @@ def test_save_between_any_two_reader_calls(saved: list[Generation], tmp_path: Pa
     assert at > 30
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("first", [3, *(pytest.param(first, marks=pytest.mark.long) for first in (4, 5))])
 def test_publishing_rename_between_any_two_reader_calls(saved: list[Generation], first: int, tmp_path: Path) -> None:
     """The writer stops near the rename and continues call by call during the read. Two places then hold generations.
@@ -158,6 +161,7 @@ BUGS: dict[str, tuple[str, Callable[[pytest.MonkeyPatch], None]]] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("bug", BUGS)
 def test_checks_detect_injected_bugs(
     saved: list[Generation], bug: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

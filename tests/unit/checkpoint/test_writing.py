@@ -141,6 +141,7 @@ def interrupt() -> None:
     raise InterruptedError
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("before", "after"), [("three shards", "more shards"), ("three shards", "single")])
 def test_interrupted_save_leaves_old_or_new_model(
     models: tuple[LlamaForCausalLM, LlamaForCausalLM], target: Path, after: str

@@ -35,6 +35,7 @@ def new_model(architecture: str):
     return case, case.new_pair()[1].train()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("architecture", SOME)
 def test_components_cover_all_parameters(architecture: str) -> None:
     _, model = new_model(architecture)

@@ -33,6 +33,7 @@ def config_of(repository: str, folder: Path) -> PreTrainedConfig:
     return class_of(entry.auto, folder)[1]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "repository",
     [
@@ -73,6 +74,7 @@ def test_inspect_and_plan_with_per_layer_heads(tmp_path: Path) -> None:
     assert len(error.value.problems) == 1
 
 
+@pytest.mark.long
 @since("5.22")
 @pytest.mark.parametrize(
     ("repository", "billions", "degree"),

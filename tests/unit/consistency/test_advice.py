@@ -107,6 +107,7 @@ def test_correct_transformers_backend_is_advised(advised: Callable[[Case], Verdi
     assert 'Advice: serve it with model_impl="transformers"' in verdict.summary
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("case", "vote", "decodes"),
     [

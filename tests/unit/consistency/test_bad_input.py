@@ -78,6 +78,7 @@ def test_engine_start_error_does_not_block_later_runs(checkpoint: Path, check: C
     assert "holds measurements made with other settings" in message(result)
 
 
+@pytest.mark.long
 def test_measurements_survive_server_crash(
     checkpoint: Path, server: tuple[str, Served], check: Check, tmp_path: Path
 ) -> None:
@@ -95,6 +96,7 @@ def test_measurements_survive_server_crash(
     assert [cell["length"] for cell in report(tmp_path)["cells"]] == [16, 24]
 
 
+@pytest.mark.long
 def test_measurements_survive_server_timeout(
     checkpoint: Path, server: tuple[str, Served], check: Check, tmp_path: Path
 ) -> None:
@@ -118,6 +120,7 @@ def test_server_without_logprobs_fails(
     assert report(tmp_path)["error"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("value", "words"),
     [

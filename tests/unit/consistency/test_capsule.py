@@ -42,7 +42,7 @@ from nrl_models.logprobs.sampling import Sampling
 from nrl_models.quirks import Pattern, VerdictKind
 from nrl_models.testing.tiny import tiny_config
 
-pytestmark = pytest.mark.xdist_group("capsules")  # the tests share the capsules below
+pytestmark = [pytest.mark.long, pytest.mark.xdist_group("capsules")]  # the tests share the capsules below
 
 ROOT = Path(__file__).parents[3]
 

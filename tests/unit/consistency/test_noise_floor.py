@@ -153,6 +153,7 @@ def wrong_rope_base(model: Any) -> None:
     frequencies.mul_(10.0 ** -torch.linspace(0, 1, len(frequencies)))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("change", [scaled_norm, swapped_gate_and_up, wrong_rope_base])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_small_defect_fails_in_bfloat16(run: Run, dtype: torch.dtype, change: Callable[[Any], None]) -> None:
@@ -161,6 +162,7 @@ def test_small_defect_fails_in_bfloat16(run: Run, dtype: torch.dtype, change: Ca
     assert "what the noise floor of 1.0" in report.results[0].problems[0]
 
 
+@pytest.mark.long
 def test_command_noise_factor(checkpoint: Path, tmp_path: Path) -> None:
     base = ["consistency", str(checkpoint), "--engine", "hf-generate", "--dtype", "bfloat16"]
     base += [

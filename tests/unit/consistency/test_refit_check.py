@@ -56,6 +56,7 @@ CONFIGS = {
 """GLM-4.5 has experts, and a correction bias, which is a buffer. Both have query and key norms."""
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", CONFIGS)
 def test_stale_tensor_is_detected_or_unverifiable(name: str, tmp_path: Path) -> None:
     new_model(CONFIGS[name]()).save_pretrained(tmp_path)
@@ -103,6 +104,7 @@ def test_mtp_weights_are_trained_and_unverifiable(tmp_path: Path) -> None:
     assert sorted(check.not_observable) == sorted(mtp)
 
 
+@pytest.mark.long
 @needs("Gemma4ForConditionalGeneration")
 @pytest.mark.parametrize("readable", [True, False])
 def test_infinite_clipping_bounds_become_finite(readable: bool, tmp_path: Path) -> None:
@@ -174,6 +176,7 @@ def test_stale_rows_are_a_refit_problem(checkpoint: Path, prompts: Prompts, monk
         assert refit["bound"] >= 1.00001
 
 
+@pytest.mark.long
 def test_longrope_is_checked_beyond_original_length(tmp_path: Path) -> None:
     factors = {"short_factor": [1.0] * 16, "long_factor": [4.0] * 16}
     rope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 128} | factors
@@ -191,6 +194,7 @@ def test_longrope_is_checked_beyond_original_length(tmp_path: Path) -> None:
     assert check.to_json()["max_length"] == 100
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("options", [{"trainer_dtype": torch.float64}, {"dtype": torch.float64}])
 def test_moe_refit_in_float64(options: dict[str, Any], tmp_path: Path) -> None:
     new_model(tiny_config(Qwen3MoeConfig)).save_pretrained(tmp_path)

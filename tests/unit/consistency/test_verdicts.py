@@ -70,6 +70,7 @@ def test_equal_models_have_no_verdict(judge: Judge) -> None:
     assert judge(tiny_config(LlamaConfig)) is None
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("config_class", "overrides", "wrong", "cause"),
     [
@@ -280,6 +281,7 @@ def test_witness_start_error_is_reported(judge: Judge, monkeypatch: pytest.Monke
     assert Verdict.from_json(verdict.to_json()) == verdict
 
 
+@pytest.mark.long
 @pytest.mark.integrations
 def test_mlx_ignores_mistral_sliding_window(judge: Judge) -> None:
     pytest.importorskip("mlx_lm", reason="needs mlx-lm: install the extra `mlx`")

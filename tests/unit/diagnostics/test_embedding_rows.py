@@ -83,6 +83,7 @@ PLANTED: dict[Callable[[torch.Tensor], torch.Tensor], tuple[str, ...]] = {
 """Planted rows, and the kinds of untrained rows that apply to all of them."""
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("plant", PLANTED, ids=lambda plant: plant.__name__)
 def test_planted_rows_are_found_with_few_false_alarms(
     trained: torch.Tensor, plant: Callable[[torch.Tensor], torch.Tensor]

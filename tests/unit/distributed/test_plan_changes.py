@@ -49,6 +49,7 @@ def tiny_llama() -> LlamaConfig:
     )
 
 
+@pytest.mark.long
 def test_remedies_combine_all_changes_last() -> None:
     config, setting = tiny_llama(), Setting({"fsdp": 1}, seq_len=1024)
     total = estimate(config, setting).total_parameters

@@ -273,6 +273,7 @@ def test_copied_model_keeps_documents_apart(case: FamilyCase, copied: Any) -> No
         torch.testing.assert_close(packed(copied(case.model()), input_ids), expected)
 
 
+@pytest.mark.long
 def test_compiled_layer_keeps_documents_apart() -> None:
     """A compiler cannot read the running documents. It falls back to Python, or fails if one graph is required."""
     hidden, documents = torch.randn(2, LENGTH, 3), Documents.from_positions(POSITIONS)

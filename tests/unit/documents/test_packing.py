@@ -106,6 +106,7 @@ def test_logits_of_packed_documents_are_those_of_each_document(architecture: str
     torch.testing.assert_close(packed, expected, rtol=0, atol=0 if is_exact else 1e-5)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("architecture", ["Gemma3ForConditionalGeneration", "Gemma4ForConditionalGeneration"])
 @pytest.mark.parametrize("image_first", [True, False], ids=["image first", "text first"])
 @torch.no_grad()
@@ -130,6 +131,7 @@ def test_images_attend_to_themselves_in_packed_rows(architecture: str, image_fir
     torch.testing.assert_close(found, torch.cat(expected, 1), rtol=0, atol=1e-4)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("architecture", INNER)
 @pytest.mark.parametrize("changed", ["nothing", "copied", "pickled", "forward replaced", "base forward replaced"])
 @pytest.mark.parametrize("mask", [None, torch.ones_like(PACKED)], ids=["no mask", "mask"])
@@ -197,6 +199,7 @@ def test_class_patches_take_effect_and_are_reversible(model: PreTrainedModel, mo
         assert torch.equal(model(input_ids=input_ids, position_ids=PACKED)[0], logits)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("architecture", "compiled"),
     [("Qwen3_5ForCausalLM", "wrapped"), ("Lfm2ForCausalLM", "in place"), ("Lfm2ForCausalLM", "base model")],
@@ -222,6 +225,7 @@ def test_compiled_hybrid_keeps_documents_apart(architecture: str, compiled: str)
     torch.compiler.reset()
 
 
+@pytest.mark.long
 def test_compiled_model_keeps_documents_apart() -> None:
     model, input_ids = case_of("LlamaForCausalLM")
     expected = in_documents(lambda **inputs: [model(**inputs).logits], input_ids)
@@ -239,6 +243,7 @@ def test_compiled_model_keeps_documents_apart() -> None:
     torch.compiler.reset()
 
 
+@pytest.mark.long
 def test_forward_signature_matches_transformers() -> None:
     ours = AutoModelForCausalLM.from_config(LlamaForCausalLM.config_class(num_hidden_layers=0), device="meta")
     assert inspect.signature(ours.forward) == inspect.signature(LlamaForCausalLM(ours.config).forward)

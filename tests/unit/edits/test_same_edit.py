@@ -55,6 +55,7 @@ def skip_unless_installed(edit: Edit) -> None:
         pytest.skip(f"needs {', '.join(missing)}: install the extra `integrations`")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "edit",
     [pytest.param(edit, id=edit.id, marks=[pytest.mark.integrations] if edit.needs else []) for edit in EDITS],

@@ -136,6 +136,7 @@ class Interruption(BaseException):
     """An exception such as Ctrl-C."""
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("error", [RuntimeError, Interruption, KeyboardInterrupt])
 @pytest.mark.parametrize("place", ["embed_tokens", "layers.1.mlp", "norm"])
 @pytest.mark.parametrize("name", ["generate", "score", "module_calls"])

@@ -28,6 +28,7 @@ def server(request: pytest.FixtureRequest, checkpoint: Path) -> Iterator[Server]
         yield start_engine(address, checkpoint, timeout=20), served
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("sampling", [Sampling(0.0), Sampling(0.7, top_k=30, top_p=0.9)], ids=str)
 def test_generation(server: Server, trainer: HFEngine, prompts: list[list[int]], sampling: Sampling) -> None:
     engine, served = server
@@ -95,6 +96,7 @@ def one_logprob_too_few(choice: dict[str, Any]) -> dict[str, Any]:
     return choice
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -182,6 +184,7 @@ def test_server_crash_error_names_address(server: Server, prompts: list[list[int
         engine.generate(prompts, Sampling(), max_new_tokens=5)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["generate", "score"])
 def test_call_after_interrupt(server: Server, prompts: list[list[int]], name: str) -> None:
     """Each call has its own connections, which an interrupt closes: no answer belongs to a later call."""

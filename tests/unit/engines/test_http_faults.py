@@ -349,6 +349,7 @@ FIELDS: list[tuple[Any, str]] = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("content", "message"), FIELDS, ids=range(len(FIELDS)))
 def test_invalid_completions_response_raises(raw: Raw, content: Any, message: str) -> None:
     engine = raw.engine()

@@ -240,6 +240,7 @@ ANSWERS = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("answer", "after"), [("an error", False), ("a redirection", False), ("an error", True), ("no JSON", True)]
 )

@@ -20,7 +20,7 @@ from nrl_models.engines.transfer.sent_tensors import is_finite
 from nrl_models.errors import EngineError, MixedWeightsError
 from nrl_models.logprobs import Sampling
 
-pytestmark = pytest.mark.xdist_group("interrupted")  # the tests share the worker below
+pytestmark = [pytest.mark.long, pytest.mark.xdist_group("interrupted")]  # the tests share the worker below
 
 
 class Interruption(BaseException):

@@ -41,6 +41,7 @@ def test_recorded_results_match_known_limits() -> None:
 
 # mlx-lm removes the head from Gemma 3's class when it first reads tied weights. The next test has Llama.
 # A mixture is in test_worker_engines.py.
+@pytest.mark.long
 @pytest.mark.parametrize("architecture", ["Gemma3ForCausalLM", "MistralForCausalLM"])
 def test_mlx_logprobs_match_trainer_after_refits(architecture: str, tmp_path: Path) -> None:
     with one_mlx() as start:
@@ -55,6 +56,7 @@ def test_mlx_logprobs_match_trainer_after_refits(architecture: str, tmp_path: Pa
     assert max(outcome.refitted, outcome.stepped) <= BOUND
 
 
+@pytest.mark.long
 def test_stale_weight_is_detected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     refit, stale, first = MLXEngine._refit, "model.layers.1.mlp.down_proj.weight", []
 

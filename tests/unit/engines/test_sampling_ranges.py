@@ -40,6 +40,7 @@ def with_defaults(folder: Path, **defaults: Any) -> None:
     file.write_text(json.dumps(content | {"do_sample": True} | defaults))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(0.7, top_k=30, top_p=0.9)], ids=str)
 def test_server_defaults_do_not_apply(
     folder: Path, trainer: HFEngine, prompts: list[list[int]], sampling: Sampling
@@ -59,6 +60,7 @@ def test_server_defaults_do_not_apply(
         assert score[len(sample.prompt) :] == pytest.approx(sample.logprobs, abs=1e-4)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("name", "value"), [("top_k", 3), ("top_p", 0.5)])
 def test_server_default_without_override_raises(
     folder: Path, prompts: list[list[int]], name: str, value: float
@@ -83,6 +85,7 @@ UNPROCESSED: dict[str, Callable[[Sampling], Sampling]] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("reported", UNPROCESSED)
 def test_server_reporting_unprocessed_logprobs_raises(
     reported: str, checkpoint: Path, prompts: list[list[int]]

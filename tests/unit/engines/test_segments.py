@@ -82,6 +82,7 @@ def test_segment_is_read_only() -> None:
         segment.close()
 
 
+@pytest.mark.long
 def test_segment_after_writer_is_killed() -> None:
     """Processes that mapped the segment keep it. No other process can open it, because it has no name on disk."""
     writer = subprocess.Popen([sys.executable, "-c", WRITE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)

@@ -190,6 +190,7 @@ def llama() -> PreTrainedModel:
 QUICK = ("BitNetForCausalLM", "DeepseekV3ForCausalLM", "Qwen3MoeForCausalLM")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "architecture", [pytest.param(name, marks=() if name in QUICK else pytest.mark.long) for name in ARCHITECTURES]
 )
@@ -251,6 +252,7 @@ STEPS = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("step", "when", "nth"), STEPS)
 def test_trainer_crash_leaves_consistent_version(llama: PreTrainedModel, step: str, when: str, nth: int) -> None:
     """The trainer exits in its first (dense) update or in a later one. Another trainer continues."""

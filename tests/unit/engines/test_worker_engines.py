@@ -102,6 +102,7 @@ def assert_close(actual: list[list[float]], expected: list[list[float]]) -> None
         torch.testing.assert_close(torch.tensor(first), torch.tensor(second), rtol=0, atol=5e-5, equal_nan=True)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
 def test_samples_and_scores_match_trainer(
     running: Engine, model: PreTrainedModel, prompts: list[list[int]], sampling: Sampling
@@ -170,6 +171,7 @@ def test_refit_with_wrong_kind_of_dtype_changes_nothing(
         assert running.score(prompts, Sampling()) == before
 
 
+@pytest.mark.long
 def test_refit_of_tied_head_must_equal_embeddings(engine_name: str, tmp_path: Path, prompts: list[list[int]]) -> None:
     new_model(tiny_config(transformers.LlamaConfig, {"tie_word_embeddings": True})).save_pretrained(tmp_path)
     model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
@@ -199,6 +201,7 @@ UNSUPPORTED = {
 }
 
 
+@pytest.mark.long
 def test_unsupported_model_and_option_raise(tmp_path: Path, engine_name: str) -> None:
     new_model(tiny_config(transformers.BioGptConfig)).save_pretrained(tmp_path)
     with pytest.raises(EngineError, match=UNSUPPORTED[engine_name]):
@@ -207,6 +210,7 @@ def test_unsupported_model_and_option_raise(tmp_path: Path, engine_name: str) ->
         start_engine(engine_name, tmp_path, python="x")
 
 
+@pytest.mark.long
 def test_dummy_weights_depend_on_seed_only(checkpoint: Path, prompts: list[list[int]], engine_name: str) -> None:
     loaded_scores = HFEngine.start(checkpoint, dtype=torch.float32).score(prompts, Sampling())
     scores = []

@@ -58,6 +58,7 @@ def shared(name: str) -> PreTrainedModel:
     return model
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", FORMS)
 def test_audio_inputs_match_model_format(name: str) -> None:
     model, (arguments, tokens) = shared(name), FORMS[name]
@@ -70,6 +71,7 @@ CODED = ("Apertus1p5ForConditionalGeneration",)
 """Models that read audio codes. With random weights, all clips have the same codes."""
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", [name for name in FORMS if name not in CODED])
 @torch.no_grad()
 def test_last_logits_depend_on_audio(name: str) -> None:

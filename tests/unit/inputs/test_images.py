@@ -72,6 +72,7 @@ def logits(model: PreTrainedModel, inputs: dict[str, Any]) -> torch.Tensor:
         return model(**inputs).logits
 
 
+@pytest.mark.long
 def test_image_inputs_match_model_format(model: PreTrainedModel) -> None:
     inputs = inputs_for(model)
     expected = FORMS[type(model).__name__]
@@ -82,6 +83,7 @@ def test_image_inputs_match_model_format(model: PreTrainedModel) -> None:
     assert logits(model, inputs).isfinite().all()
 
 
+@pytest.mark.long
 def test_only_logits_after_image_depend_on_image(model: PreTrainedModel) -> None:
     inputs = inputs_for(model)
     others = inputs | {"pixel_values": inputs["pixel_values"] + 1.0}

@@ -181,6 +181,7 @@ def test_accelerate_save_model_writes_transformers_checkpoint(llama_checkpoint: 
     assert_same(stored(tmp_path), stored(llama_checkpoint))
 
 
+@pytest.mark.long
 def test_load_checkpoint_in_model_loads_every_parameter(
     llama_checkpoint: Path, llama: PreTrainedModel, input_ids: torch.Tensor
 ) -> None:

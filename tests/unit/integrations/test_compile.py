@@ -28,6 +28,7 @@ def gradients(model: PreTrainedModel, run: object, input_ids: torch.Tensor) -> d
     return {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("packed_before", [False, True])
 def test_forward_and_backward_compile_one_graph_once(
     llama_checkpoint: Path, input_ids: torch.Tensor, packed_before: bool

@@ -76,6 +76,7 @@ def merged_by_peft(model: Any) -> dict[str, torch.Tensor]:
     return dict(type(plain).state_dict_adapter.fget(plain).iter_export(plain))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", CONFIGS)
 def test_export_matches_merge_and_unload(name: str) -> None:
     architecture, config = CONFIGS[name]

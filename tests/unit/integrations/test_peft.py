@@ -96,6 +96,7 @@ def adapter(request: pytest.FixtureRequest, llama_checkpoint: Path, tmp_path: Pa
 # Files
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ADAPTERS)
 @pytest.mark.parametrize(("train", "load"), [(theirs, ours), (ours, theirs)], ids=["theirs to ours", "ours to theirs"])
 def test_trained_adapter_loads_in_other_library(
@@ -110,6 +111,7 @@ def test_trained_adapter_loads_in_other_library(
     assert_close(logits(loaded, input_ids), expected)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ADAPTERS)
 def test_saved_adapter_files_match_transformers(
     name: str, llama_checkpoint: Path, input_ids: torch.Tensor, tmp_path: Path

@@ -63,6 +63,7 @@ ADDED: dict[str, tuple[str, Callable[[], Any]]] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ADDED)
 def test_two_active_adapters(name: str) -> None:
     architecture, config = ADDED[name]

@@ -19,6 +19,8 @@ from transformers import PreTrainedModel, Trainer, TrainingArguments
 from nrl_models import AutoModelForCausalLM
 from nrl_models.common.projections import report
 
+pytestmark = pytest.mark.long
+
 Load = Callable[[Path], nn.Module]
 
 STEPS, HALF = 6, 3

@@ -104,6 +104,7 @@ BUGS = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("model_class", "expected"), BUGS.items(), ids=lambda value: getattr(value, "__name__", ""))
 def test_key_with_wrong_effect_is_detected(model_class: type[FamilyModel], expected: tuple[str, str, str]) -> None:
     key, kind, difference = expected
@@ -113,6 +114,7 @@ def test_key_with_wrong_effect_is_detected(model_class: type[FamilyModel], expec
     assert difference in departing.difference
 
 
+@pytest.mark.long
 def test_ledger_contains_every_key_and_limits() -> None:
     class LimitedForCausalLM(RefusingForCausalLM):
         config_values = {"mlp_bias": (False,)}

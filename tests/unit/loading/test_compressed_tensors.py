@@ -76,6 +76,7 @@ def require_unquantized(model: Any, expected: Parts, folder: Path, form: str) ->
     assert "quantization_config" not in json.loads((folder / "config.json").read_text())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_load_save_and_export_unquantized_weights(kind: str, form: str, tmp_path: Path) -> None:

@@ -64,6 +64,7 @@ def damage(choose: random.Random, file: Path) -> None:
         file.write_text(json.dumps(damaged_keys(choose, json.loads(data))))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["config.json", "generation_config.json", WEIGHTS, INDEX, "model-00001-of-*"])
 def test_damaged_file_loads_or_raises_typed_error(
     name: str, llama_checkpoint: Path, llama_shards: Path, tmp_path: Path

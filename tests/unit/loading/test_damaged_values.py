@@ -27,6 +27,7 @@ def fail_on_weight_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CheckpointFiles, "read_joined", fail)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("values", "subjects", "message"),
     [
@@ -117,6 +118,7 @@ def test_deeply_nested_config_raises(folder: Path) -> None:
         AutoModelForCausalLM.from_pretrained(folder)
 
 
+@pytest.mark.long
 def test_published_configs_are_within_limits() -> None:
     for file in Path(__file__).parents[1].glob("config/published/*.json"):
         check_limits(json.loads(file.read_text()), file)

@@ -123,6 +123,7 @@ def reference_logits(model: Any, mtp: dict[str, torch.Tensor], folder: Path) -> 
     return norm(parts.norm, output) @ model.lm_head.weight.T
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("architecture", ALL)
 def test_mtp_layer_matches_transformers_decoder_layer(architecture: str, tmp_path: Path) -> None:
     model, mtp = loaded(architecture, tmp_path / "published")

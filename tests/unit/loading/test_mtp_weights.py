@@ -148,6 +148,7 @@ def test_refit_of_engine_without_mtp_weights(published: tuple[Path, dict[str, to
     assert mtp.keys() <= report.digests.keys()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("architecture", ["NemotronH_Omni_Reasoning_V3", "KimiVLForConditionalGeneration"])
 def test_mtp_weights_of_nested_language_model_are_kept(architecture: str, tmp_path: Path) -> None:
     """The inner class, not the outer one, defines their names or has the output embeddings."""

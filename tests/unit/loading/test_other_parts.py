@@ -276,6 +276,7 @@ def composites() -> list[str]:
     return architectures
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("architecture", composites())
 def test_text_model_from_composite_checkpoint(
     architecture: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -335,6 +336,7 @@ def test_classifiers_are_found() -> None:
     assert len(CLASSIFIERS) >= 20
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("classifier", sorted(CLASSIFIERS))
 def test_classifier_from_language_model(classifier: str, tmp_path: Path) -> None:
     case = FamilyCase(registry.model_class(CLASSIFIERS[classifier]))

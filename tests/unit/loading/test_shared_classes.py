@@ -58,6 +58,7 @@ def saved(model_type: str, folder: Path) -> PreTrainedModel:
     return reference
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("published", [False, True], ids=["class", "published"])
 @pytest.mark.parametrize("model_type", [name for name in SHARED if name not in UNREADABLE])
 def test_model_type_keeps_checkpoint_names(model_type: str, published: bool, tmp_path: Path) -> None:

@@ -50,6 +50,7 @@ def assert_saved(model: FamilyModel, hf_model: Any, folder: Path, **options: Any
     assert_same(stored(folder / "ours"), stored(folder / "theirs") | kept)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("method", ["bitsandbytes", "torchao"])
 @pytest.mark.parametrize(
     "architecture", ["LlamaForCausalLM", "MixtralForCausalLM", "Qwen2_5_VLForConditionalGeneration"]
@@ -74,6 +75,7 @@ def test_mtp_weights_are_saved(method: str, tmp_path: Path) -> None:
     assert_same(stored(tmp_path / "converted"), stored(tmp_path / "ours"))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("method", ["bitsandbytes", "torchao"])
 @pytest.mark.parametrize("key_mapping", [None, {r"^wrapped\.": ""}])
 def test_kept_tensors_are_saved(method: str, key_mapping: Any, tmp_path: Path) -> None:

@@ -37,6 +37,7 @@ def process_state() -> list[Any]:
     return [*shared, *(getattr(nn.init, name) for name in sorted(vars(nn.init)) if name.endswith("_"))]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("dtype", "rounds"),
     [
@@ -120,6 +121,7 @@ def test_concurrent_loads_of_other_kinds(rounds: int, tmp_path: Path) -> None:
     assert process_state() == before
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_forked_process_can_load_during_load(llama_config: LlamaConfig, tmp_path: Path) -> None:

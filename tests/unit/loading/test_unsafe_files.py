@@ -204,6 +204,7 @@ def test_load_adapter_arguments_cannot_load_pickles(llama_checkpoint: Path, tmp_
     assert not (tmp_path / "ran").exists()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("sharded", [False, True])
 def test_transformers_weights_in_config_are_loaded(sharded: bool, checkpoint: Path, tmp_path: Path) -> None:
     tensors = {key: tensor + 1 for key, tensor in load_file(checkpoint / "model.safetensors").items()}

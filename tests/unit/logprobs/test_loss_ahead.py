@@ -145,6 +145,7 @@ def assert_same(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
         torch.testing.assert_close(actual[name], wanted, rtol=0, atol=bound * wanted.abs().max().item(), msg=name)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 0.7}, {"top_p": 0.9, "top_k": 300}], ids=str)
 @pytest.mark.parametrize("name", LOSSES)
 def test_gradients_match_full_logits_with_three_matmuls(name: str, sampling: dict[str, Any]) -> None:

@@ -87,6 +87,7 @@ def engine_choices(model: PreTrainedModel, sequences: list[torch.Tensor]) -> lis
     return tables
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("chunk_size", [4, None])
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_replay_with_left_padding(
@@ -118,6 +119,7 @@ def test_replay_with_left_padding(
         assert torch.equal(record[name][0].view(len(is_token), -1)[is_token], choice.view(len(is_token), -1)[is_token])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("layout", ["padded", "wide", "row", "engine", "rollouts"])
 @pytest.mark.parametrize(
     "options",

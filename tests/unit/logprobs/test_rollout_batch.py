@@ -169,6 +169,7 @@ ROUNDING = {"NemotronHForCausalLM": 1e-6, "Llama4ForCausalLM": 1e-6}
 """Bounds in fp64 of models that compute logits or rotary embeddings in fp32."""
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("dtype", [torch.float32, WIDE], ids=["fp32", "fp64"])
 def test_packed_and_padded_models(
@@ -192,6 +193,7 @@ def test_packed_and_padded_models(
         assert sorted(shapes) == sorted((1, length) for length in LENGTHS)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 0.7}, {"top_p": 0.9, "top_k": 300}], ids=str)
 @pytest.mark.parametrize("name", LOSSES)
 def test_batch_losses(name: str, sampling: dict[str, Any], sequences: list[torch.Tensor]) -> None:

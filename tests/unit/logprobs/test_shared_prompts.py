@@ -138,6 +138,7 @@ CASES: Mapping[str, tuple[Loss, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", CASES)
 def test_shared_prompt_losses(name: str, sequences: list[torch.Tensor]) -> None:
     loss, options = CASES[name]
@@ -178,6 +179,7 @@ MODELS: Mapping[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-5), (WIDE, 1e-6)], ids=["fp32", "fp64"])
 def test_shared_prompts_by_architecture(

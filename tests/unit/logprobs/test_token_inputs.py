@@ -44,6 +44,7 @@ LEFT_PADDED: dict[str, dict[str, Any]] = {
 """Models whose transformers class computes different logits with left padding, and one (Llama) that does not."""
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("architecture", LEFT_PADDED)
 @pytest.mark.parametrize("terms", ["token", "sequence", "numbers"])
 def test_left_padding_does_not_change_values(architecture: str, terms: str) -> None:

@@ -85,6 +85,7 @@ CORRECTIONS = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mode", CORRECTIONS)
 @pytest.mark.parametrize("beta", [0.0, 0.1])
 @pytest.mark.parametrize("method", METHODS)

@@ -65,6 +65,7 @@ def llama() -> FamilyCase:
     return FamilyCase(registry.model_class("LlamaForCausalLM"), torch.device("cpu"))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mutant", CATALOG, ids=lambda mutant: mutant.name)
 def test_mutant_is_killed_by_expected_test(mutant: Mutant) -> None:
     inert = []
@@ -109,6 +110,7 @@ BUGS = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", BUGS)
 def test_planted_bug_affects_only_nrl_models(kind: str, llama: FamilyCase, tmp_path: Path) -> None:
     ours, theirs = llama.model(), llama.reference()
@@ -134,6 +136,7 @@ def verdict(bug: object, case: FamilyCase) -> Outcome:
     return Hunt(case, only=QUICK).run([Mutant("one", "a test", bug, ())])
 
 
+@pytest.mark.long
 def test_undetected_mutant_survives(llama: FamilyCase) -> None:
     assert verdict(in_code(lambda case: True, lambda case: []), llama).survived == ["one"]
 
@@ -202,6 +205,7 @@ def test_outcomes_of_other_versions_are_kept_until_rerun(tmp_path: Path, monkeyp
     assert records["LlamaForCausalLM"].versions["torch"] == version("torch")
 
 
+@pytest.mark.long
 def test_architectures_in_order_start_with_one_per_family() -> None:
     order = architectures_in_order()
     assert set(order) == set(with_variants(registry.architectures(aliases=False)))

@@ -57,6 +57,7 @@ def untested(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, ...]]:
     return runs
 
 
+@pytest.mark.long
 @since("5.6")
 def test_new_family_is_written_and_tested(configured: Callable[..., Path], tmp_path: Path) -> None:
     family = new_family(configured("OlmoForCausalLM"), out_of_tree=tmp_path / "made", again=True)

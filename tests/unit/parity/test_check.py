@@ -16,6 +16,7 @@ def checkpoint(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.long
 def test_check_parity_passes(checkpoint: Path) -> None:
     report = check_parity(checkpoint)
     assert report.passed, [row for row in report.rows if not row.passed]

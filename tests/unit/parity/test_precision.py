@@ -47,6 +47,7 @@ SPECIAL_CASES = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("architecture", [*DECODERS, *SPECIAL_CASES])
 def test_correct_models_pass(architecture: str) -> None:
     case = case_of(architecture)
@@ -150,6 +151,7 @@ BUGS: dict[Callable[[PreTrainedModel], None], tuple[str, str]] = {
 """The bug in one layer, the model, and the class whose row has to fail."""
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.__name__)
 def test_bug_in_one_layer_is_detected(bug: Callable[[PreTrainedModel], None]) -> None:
     architecture, wrong_class = BUGS[bug]

@@ -98,6 +98,7 @@ def test_buffer_of_requires_exact_tensors_in_order() -> None:
         assert Buffer.of(others) is None
 
 
+@pytest.mark.long
 def test_buffer_lives_as_long_as_any_weight(combined: CombinedAttention, x: torch.Tensor) -> None:
     buffer = weakref.ref(Buffer.of(parameters(combined, "weight")))
     expected = combined.v_proj.weight.detach().clone()

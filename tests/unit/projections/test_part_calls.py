@@ -34,6 +34,7 @@ KINDS: dict[str, list[Program]] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.timeout(0)
 @pytest.mark.parametrize("kind", KINDS)
 def test_random_call_and_edit_programs(kind: str, request: pytest.FixtureRequest) -> None:

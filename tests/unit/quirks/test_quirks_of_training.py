@@ -89,6 +89,7 @@ def routing_of(model: nn.Module, replayed: dict | None = None) -> dict:
     return dict(record)
 
 
+@pytest.mark.long
 def test_symptom_of_routing_flips() -> None:
     model = MOE.model(torch.bfloat16)
     assert flip_rate(routing_of(model), routing_of(model, {})) > 0

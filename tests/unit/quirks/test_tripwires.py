@@ -42,6 +42,7 @@ def test_installed_packages_still_have_quirk(quirk: Quirk) -> None:
     tripwire(quirk, OF_INSTALLED[quirk.name]() if quirk.name in OF_INSTALLED else None, "what is installed")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_transformers_class_still_has_quirk(architecture: str) -> None:
     model_class = registry.model_class(architecture)

@@ -80,6 +80,7 @@ def small(recipe: Recipe, checkpoint: Path, rows: Path) -> Iterator[str]:
     yield f"loss.overlong_buffer={min(2, recipe.loss.overlong_buffer)}"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.long) for name in recipes()]
 )

@@ -58,6 +58,7 @@ def parameters(repository: str) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", [name for name in recipes() if not name.startswith("demo/")])
 def test_recipe_fits_devices_in_comment(name: str) -> None:
     file = recipes()[name]

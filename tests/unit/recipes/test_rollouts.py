@@ -104,6 +104,7 @@ def test_kl_moves_policy_to_reference(make: Callable[..., PolicyLoop]) -> None:
     assert (loop.model.lm_head.weight - reference.lm_head.weight).norm() < before
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("options", [{}, {"updates": 2}, {"sampling": Sampling(temperature=0.6, top_p=0.9)}])
 def test_watch_has_no_findings_in_healthy_steps(make: Callable[..., PolicyLoop], options: dict[str, Any]) -> None:
     loop = make(**options)
@@ -209,6 +210,7 @@ def test_overlong_completions_are_penalized(make: Callable[..., PolicyLoop]) -> 
     torch.testing.assert_close(rollouts.advantages, torch.tensor([-1.0, -0.5, 0.0, 0.0]) + 0.375)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["grpo", "dr_grpo", "dapo"])
 @pytest.mark.parametrize("level", ["token", "sequence"])
 def test_row_tokens_do_not_change_updates(make: Callable[..., PolicyLoop], name: str, level: str) -> None:
@@ -300,6 +302,7 @@ def test_excluded_tokens_are_masked(
 # Nonfinite values
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["grpo", "dr_grpo", "dapo"])
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 1e39])
 def test_non_finite_rewards_raise_or_are_skipped(make: Callable[..., PolicyLoop], name: str, value: float) -> None:

@@ -43,6 +43,7 @@ def test_same_version_has_no_changes(before: list[SectionRecord]) -> None:
     assert changes(before) == []
 
 
+@pytest.mark.long
 def test_changed_layer_changes_only_numbers(before: list[SectionRecord], monkeypatch: pytest.MonkeyPatch) -> None:
     forward = modeling_llama.LlamaMLP.forward
     monkeypatch.setattr(modeling_llama.LlamaMLP, "forward", lambda self, x: forward(self, x) * 1.001)
@@ -166,6 +167,7 @@ def test_unloaded_base_model_weights_are_loading_change(
     assert "head: unexpected_keys" in {change.key for change in detected}
 
 
+@pytest.mark.long
 @since("5.7")  # older releases do not load all weights of the fixture
 def test_small_window_is_recorded_for_text_and_media() -> None:
     records = {one.section: one for one in record("Gemma3ForConditionalGeneration")}
@@ -178,6 +180,7 @@ def test_small_window_is_recorded_for_text_and_media() -> None:
     assert bidirectional["logits of text, bidirectional True"] != eager
 
 
+@pytest.mark.long
 @since("5.14")  # older releases do not initialize a loaded weight again
 def test_library_changes_are_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights initialized again after loading, and gradients divided twice."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 from worker_subjects import run
 
 from tools.release_check.workers import End, Ending, Result, run_subjects
 
 
+@pytest.mark.long
 def test_crash_and_timeout_affect_one_subject_each() -> None:
     events = list(run_subjects(run, ["a", "crash", "hang", "raise", "b"], jobs=1, timeout=10))
     values = {event.value for event in events if isinstance(event, Result)}

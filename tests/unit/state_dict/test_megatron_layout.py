@@ -37,6 +37,7 @@ def model_of(config_class: type[PreTrainedConfig], **values: Any) -> FamilyModel
     return model
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
 @pytest.mark.parametrize("config_class", CONFIGS)
 def test_to_megatron_and_from_megatron_round_trip(config_class: type[PreTrainedConfig], grid: dict[str, Any]) -> None:

@@ -100,6 +100,7 @@ TIED_IN_PARTS = (
 """Architectures whose ties follow different keys: of the complete model, of a part, or of a model inside it."""
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "architecture",
     [
@@ -181,6 +182,7 @@ LOADED: dict[str, Callable[[Any], dict[str, torch.Tensor]]] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", LOADED)
 @pytest.mark.parametrize("assign", [False, True], ids=["copied", "assigned"])
 @pytest.mark.parametrize(

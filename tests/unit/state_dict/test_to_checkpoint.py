@@ -53,6 +53,7 @@ def test_load_state_dict_keeps_parameters(model: PreTrainedModel, tensors: Tenso
     assert [group.joined for group in report(model)] == [True] * 4
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "edit",
     [

@@ -136,6 +136,7 @@ OUTER_WRAPPERS: dict[str, Callable[[Any], Any]] = {
 """Wrappers around a model, or around all of its parameters."""
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", [*INNER_WRAPPERS, *OUTER_WRAPPERS])
 @pytest.mark.parametrize("is_early", [True, False], ids=["adapter before", "adapter after"])
 @pytest.mark.usefixtures("world")

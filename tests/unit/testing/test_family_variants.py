@@ -41,6 +41,7 @@ def test_unknown_variant_raises() -> None:
         split_variant("LlamaForCausalLM#E2B")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", DECLARED)
 def test_variants_have_distinct_tensor_shapes(name: str) -> None:
     def shapes(name: str) -> frozenset[tuple[str, tuple[int, ...]]]:
@@ -59,6 +60,7 @@ def test_variant_records_use_family_file(name: str) -> None:
     assert SEPARATOR not in certificate_file("vLLM", name).name
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", DECLARED)
 def test_sweeps_run_the_tiny_model_of_each_variant(name: str, tmp_path: Path) -> None:
     assert ClassUnderTest(name, tmp_path).case.tiny == split_variant(name)[1]

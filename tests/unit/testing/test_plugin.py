@@ -15,7 +15,7 @@ import pytest
 from nrl_models import registry
 from nrl_models.testing.features import SUITE, generated_tests
 
-pytestmark = pytest.mark.xdist_group("plugin")  # share the run below
+pytestmark = [pytest.mark.long, pytest.mark.xdist_group("plugin")]  # share the run below
 
 BUGS = {
     "Swapped": {"test_layer_equivalence", "test_logits_equivalence", "test_gradient_equivalence"},
@@ -232,7 +232,6 @@ def test_without_family_option_no_tests_are_added(pytester: pytest.Pytester) -> 
     assert collected(pytester) == ["test_own.py::test_own"]
 
 
-@pytest.mark.long
 def test_suite_collects_every_registered_architecture(pytester: pytest.Pytester) -> None:
     # In a subprocess, because it imports every family.
     command = (sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider")

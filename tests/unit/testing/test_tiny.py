@@ -69,6 +69,7 @@ def test_default_dropout_is_disabled() -> None:
         assert getattr(config, name) == 0.0
 
 
+@pytest.mark.long
 def test_tiny_config_has_every_layer_type(case: FamilyCase) -> None:
     kinds = set(getattr(case.full_configs["default"].get_text_config(), "layer_types", None) or ())
     text = case.config.get_text_config()

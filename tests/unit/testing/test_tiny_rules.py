@@ -96,6 +96,7 @@ def quiet() -> Any:
     logging.set_verbosity(before)
 
 
+@pytest.mark.long
 @since("5.24")  # older versions lack some of the configurations
 @pytest.mark.usefixtures("quiet")
 def test_tiny_published_configs_keep_kinds_of_layers_and_features(tmp_path: Path) -> None:
@@ -111,6 +112,7 @@ def test_tiny_published_configs_keep_kinds_of_layers_and_features(tmp_path: Path
     assert not lost
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("quiet")
 def test_all_decoders_keep_layer_types_and_valid_token_ids() -> None:
     wrong = []

@@ -25,7 +25,7 @@ from nrl_models.testing.tiny import tiny_config
 from nrl_models.watch import Bars, Cause, Watch
 from nrl_models.watch.drift_capsule import replay_watch
 
-pytestmark = pytest.mark.xdist_group("drift-capsules")  # the tests share the capsules below
+pytestmark = [pytest.mark.long, pytest.mark.xdist_group("drift-capsules")]  # the tests share the capsules below
 
 ROOT = Path(__file__).parents[3]
 

@@ -321,6 +321,7 @@ def test_growing_error_with_constant_weights() -> None:
     assert finding.cause in (Cause.ENGINE, Cause.CACHE)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("config", "steps"), [pytest.param(LlamaConfig, 200, marks=pytest.mark.long), (MixtralConfig, 50)]
 )

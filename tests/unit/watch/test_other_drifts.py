@@ -60,6 +60,7 @@ def zero_biases(tensors: Tensors) -> None:
     tensors["model.layers.1.self_attn.q_proj.bias"].zero_()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("config", "change", "module"),
     [
@@ -75,6 +76,7 @@ def test_refit_writing_wrong_values(config: Any, change: Callable[[Tensors], Non
     assert any(module in name for name in finding.names)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("factor", "words"), [(2.0, "at twice their scale"), (0.5, "at half their scale"), (None, "at scale 1")]
 )
@@ -101,6 +103,7 @@ def test_adapter_merged_with_wrong_scale(factor: float | None, words: str) -> No
     assert words in finding.message
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("neighbor", ["before", "after"])
 def test_shifted_logprobs(neighbor: str) -> None:
     def shifted(samples: list[Sample]) -> list[Sample]:

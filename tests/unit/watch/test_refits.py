@@ -38,6 +38,7 @@ INVALID: dict[str, tuple[Callable[[Tensors], Any], str]] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", INVALID)
 def test_invalid_tensors_raise_engine_error(kind: str) -> None:
     loop = Loop()

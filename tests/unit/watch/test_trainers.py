@@ -106,6 +106,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("fault", FAULTS)
 def test_trl_stops_before_update(fault: str, folder: Path, tmp_path: Path) -> None:
     from nrl_models.adapters import trl_watch
@@ -148,6 +149,7 @@ def test_trl_without_vllm_raises() -> None:
         trl_watch.watch(SimpleNamespace(vllm_generation=None))
 
 
+@pytest.mark.long
 def test_transformers_trainer_refits_engine(folder: Path, tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     engine = FaultyEngine(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32))
