@@ -11,7 +11,7 @@ from tools.release_check.judgments import Row
 from tools.release_check.numbers.facts import Change, Kind
 from tools.release_check.reported import Reported, Score
 
-MOST_NAMES, MOST_FUNCTIONS, MOST_SECTIONS, MOST_CHARACTERS = 20, 2, 3, 60
+MOST_FUNCTIONS, MOST_SECTIONS, MOST_CHARACTERS = 2, 3, 60
 
 
 def page(
@@ -84,7 +84,7 @@ def _row(row: Row) -> str:
     functions = "<br>".join(f"`{name.removeprefix('transformers.')}`" for name in row.functions[:MOST_FUNCTIONS])
     judged = row.judgment + (f": {row.cause.reason}" if row.cause else "")
     versions, since = ", ".join(row.versions), ", ".join(row.since)
-    return _cells(versions, since, _first(row.architectures), _changes(row.changes), functions or "-", judged)
+    return _cells(versions, since, ", ".join(row.architectures), _changes(row.changes), functions or "-", judged)
 
 
 def _changes(changes: Sequence[Change]) -> str:
@@ -128,6 +128,6 @@ def _short(value: object) -> str:
     return f"`{text}`"
 
 
-def _first(names: Sequence[str], most: int = MOST_NAMES) -> str:
+def _first(names: Sequence[str], most: int) -> str:
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more

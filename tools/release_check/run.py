@@ -12,11 +12,11 @@ from pathlib import Path
 
 from packaging.version import Version
 
-from tools.release_check.errors import InstallError, NoReleaseError, ReleaseCheckError
+from tools.release_check.errors import InstallError, NoReleaseError, ReleaseCheckError, SkippedPhaseError
 from tools.release_check.findings import Cause, Finding, Kind, Phase, causes_of
 from tools.release_check.outcome_files import source_digest
 from tools.release_check.packages import index
-from tools.release_check.packages.environments import make_environment
+from tools.release_check.packages.environments import make_environment, wheels_folder
 from tools.release_check.packages.tested_versions import (
     NEWEST,
     PACKAGES,
@@ -24,7 +24,8 @@ from tools.release_check.packages.tested_versions import (
     requested_versions,
     tested_versions,
 )
-from tools.release_check.phases import PHASES, Subject, wheels_folder
+from tools.release_check.phases import PHASES, counts
+from tools.release_check.subject import Subject
 from tools.release_check.upstream_code.sources import LARGEST_DOWNLOAD, function_diff, sources_of
 
 FOR_ENGINES = frozenset({Phase.SIGNATURES, Phase.SUITE})
@@ -67,7 +68,8 @@ class Report:
         causes: The causes found.
         diffs: By function, the unified diff between the tested version and the one under test.
         errors: Checks that could not run, a line each.
-        phases: Phases that ran, by environment.
+        phases: Phases that ran, with the environment and the counts of outcomes.
+        skipped: Phases with nothing to check, and the reason.
     """
 
     versions: Mapping[str, Version]
@@ -77,6 +79,7 @@ class Report:
     diffs: dict[str, str] = field(default_factory=dict)
     errors: list[str] = field(default_factory=list)
     phases: list[str] = field(default_factory=list)
+    skipped: list[str] = field(default_factory=list)
 
     @property
     def status(self) -> int:
@@ -90,6 +93,7 @@ class Report:
             "tested": {name: str(version) for name, version in self.tested.items()},
             "names_only": list(self.names_only),
             "phases": self.phases,
+            "skipped": self.skipped,
             "errors": self.errors,
             "causes": [cause.to_json() for cause in self.causes],
             "diffs": self.diffs,
@@ -106,8 +110,7 @@ def release_check(request: Request, tell: Tell) -> Report:
     Raises:
         ReleaseCheckError: The arguments are wrong, or no package can be checked.
     """
-    if not (request.checkout / "nrl_models" / "__init__.py").is_file():
-        raise ReleaseCheckError(f"{request.checkout}: expected a checkout of nrl_models")
+    require_checkout(request.checkout)
     tested = tested_versions(request.checkout)
     versions, errors = resolve(request.packages, tested, tell)
     if not versions and errors:
@@ -124,6 +127,7 @@ def release_check(request: Request, tell: Tell) -> Report:
             continue
         try:
             subject, conflicts = _subject(request, group, {name: versions[name] for name in names}, large, tested)
+            subject.require_known_names()
         except ReleaseCheckError as error:
             report.errors.append(str(error))
             continue
@@ -134,7 +138,10 @@ def release_check(request: Request, tell: Tell) -> Report:
             tell(f"{group}: {phase}")
             try:
                 findings += PHASES[phase](subject)
-                report.phases.append(f"{group}: {phase}")
+                outcomes = counts(subject, phase)
+                report.phases.append(f"{group}: {phase}" + (f" ({outcomes})" if outcomes else ""))
+            except SkippedPhaseError as error:
+                report.skipped.append(f"{group}: {phase}: {error}")
             except ReleaseCheckError as error:
                 report.errors.append(str(error))
     report.causes = causes_of(findings)
@@ -143,6 +150,16 @@ def release_check(request: Request, tell: Tell) -> Report:
     except ReleaseCheckError as error:
         report.errors.append(f"no upstream diffs: {error}")
     return report
+
+
+def require_checkout(folder: Path) -> None:
+    """Check that a folder has nrl_models.
+
+    Raises:
+        ReleaseCheckError: It does not.
+    """
+    if not (folder / "nrl_models" / "__init__.py").is_file():
+        raise ReleaseCheckError(f"{folder}: expected a checkout of nrl_models")
 
 
 def resolve(

@@ -12,13 +12,15 @@ import pytest
 from packaging.version import Version
 
 from tests.unit.release_check.wheels import sources
-from tools.release_check import phases
+from tools.release_check import phases, subject
+from tools.release_check.errors import PhaseError, SkippedPhaseError
 from tools.release_check.findings import Finding, Kind, causes_of
 from tools.release_check.numbers.facts import Kind as Fact
 from tools.release_check.numbers.facts import Section, SectionRecord
 from tools.release_check.packages.environments import Environment
-from tools.release_check.phases import PhaseError, Subject, numbers
+from tools.release_check.phases import numbers
 from tools.release_check.report import title
+from tools.release_check.subject import Subject
 
 MODULE = "transformers/models/one/modeling_one.py"
 ABSENT: Any = {Fact.CLASS: {"present": False}}
@@ -43,7 +45,8 @@ def upstream(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two versions of transformers with a changed function, and records of the first."""
     files = [sources(tmp_path, version, {MODULE: f"def f(): return {version}\n"}) for version in ("5.0", "5.1")]
     by_version = dict(zip((Version("5.0"), Version("5.1")), files, strict=True))
-    monkeypatch.setattr(phases, "sources_of", lambda package, version, folder: by_version[version])
+    for module in (phases, subject):
+        monkeypatch.setattr(module, "sources_of", lambda package, version, folder: by_version[version])
     monkeypatch.setattr(phases, "FOLDER", tmp_path)
     monkeypatch.setattr(phases, "recorded_names", lambda: list(BEFORE))
     monkeypatch.setattr(
@@ -63,8 +66,7 @@ def findings(
     monkeypatch.setattr(Subject, "run", run)
     environment = Environment(tmp_path, tmp_path)
     judged = {name: Version(found) for name, found in versions.items()}
-    subject = Subject(environment, judged, TESTED, frozenset(filter(None, [names_only])), tmp_path, 1)
-    return list(numbers(subject))
+    return list(numbers(Subject(environment, judged, TESTED, frozenset(filter(None, [names_only])), tmp_path, 1)))
 
 
 def test_new_and_removed_classes_are_one_cause_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,8 +91,17 @@ def test_new_torch_is_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     changed = records({**BEFORE, "One": {Fact.NUMBERS: {"logits": [1.0, 3.0]}}})
     found = findings(tmp_path, monkeypatch, changed, {"torch": "2.1"})
     assert {(one.kind, one.subject, one.functions) for one in found} == {(Kind.CHANGED_NUMBERS, "torch", ())}
-    assert not findings(tmp_path, monkeypatch, changed, {"torch": "2.1"}, names_only="torch")
-    assert not findings(tmp_path, monkeypatch, changed, {"torch": "2.0", "peft": "0.22"})
+
+
+@pytest.mark.parametrize(
+    ("versions", "names_only"),
+    [({"torch": "2.1"}, "torch"), ({"torch": "2.0", "peft": "0.22"}, ""), ({"transformers": "5.0"}, "")],
+)
+def test_recorded_versions_are_not_compared(
+    versions: dict[str, str], names_only: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(SkippedPhaseError, match="versions of the recorded results"):
+        findings(tmp_path, monkeypatch, records(AFTER), versions, names_only)
 
 
 @pytest.mark.parametrize("recorded", [records(BEFORE, [Section.EAGER]), records(BEFORE, [*SECTIONS, Section.SDPA])])

@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 from packaging.version import Version
+from typer.testing import CliRunner
 
 from tests.unit.release_check.wheels import sources
+from tools.commands import command_line
 from tools.release_check import replay as replays
 from tools.release_check.changes_page import page
 from tools.release_check.judgments import Cause, Judgment, read_causes, rows_of, unused_causes
@@ -213,6 +215,23 @@ def test_errors_list_functions_of_caches(tmp_path: Path, monkeypatch: pytest.Mon
     difference = UpstreamDifference(sources(tmp_path, "5.0", files("1")), sources(tmp_path, "5.1", files("2")))
     (group,) = groups_of([change("One", Kind.ERROR, None, before=None, after="ValueError")], difference, "5.1")
     assert group.functions == ("transformers.cache_utils:Layer.crop",)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--from", "abc", "--to", "5.24"], "--from abc: expected a version"),
+        (["--from", "5.5", "--to", "x"], "--to x: expected a version"),
+        (["--from", "5.5", "--to", "5.24", "--only", "9.9"], "--only 9.9: not from 5.5 to 5.24"),
+    ],
+)
+def test_invalid_release_exits_2(
+    arguments: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replays, "releases", lambda first, last: [Version("5.5.0"), Version("5.24.0")])
+    result = CliRunner().invoke(command_line(replays.main), [*arguments, "--out", str(tmp_path)])
+    assert result.exit_code == 2
+    assert message in result.output
 
 
 def test_recorded_releases_exclude_absent_classes(tmp_path: Path) -> None:

@@ -16,17 +16,19 @@ from typer.testing import CliRunner
 from tests.unit.release_check.wheels import sources
 from tools.release_check import run
 from tools.release_check.__main__ import app
-from tools.release_check.errors import InstallError, NoReleaseError, ReleaseCheckError
+from tools.release_check.errors import InstallError, NoReleaseError, PhaseError, ReleaseCheckError
 from tools.release_check.findings import Cause, Finding, Kind, Phase
 from tools.release_check.issues import update_issues
+from tools.release_check.outcome_files import OutcomeFile
 from tools.release_check.packages import index
 from tools.release_check.packages.environments import Environment
 from tools.release_check.packages.index import Wheel
 from tools.release_check.packages.tested_versions import PACKAGES, requested_versions
 from tools.release_check.packages.tested_versions import tested_versions as pinned
-from tools.release_check.phases import PhaseError, Subject, suite
+from tools.release_check.phases import numbers, suite
 from tools.release_check.report import markdown, write_report
 from tools.release_check.run import Report, Request, release_check
+from tools.release_check.subject import Subject
 
 FINDING = Finding(
     Phase.SWEEP, Kind.EXCEPTION, "transformers.a:A.f", "TypeError", ("transformers.a:A.f",), ("AForText",), "i", "m"
@@ -112,6 +114,17 @@ def test_unreachable_index_exits_2(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert "http://127.0.0.1:9/simple/transformers/" in line
 
 
+@pytest.mark.parametrize("option", ["--checkout", "--out"])
+def test_invalid_folder_exits_2(option: str, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    wrong = ["file", "missing"] if option == "--checkout" else ["file"]
+    for name in wrong:
+        out = [] if option == "--out" else ["--out", str(tmp_path / "out")]
+        result = CliRunner().invoke(app, ["newest", option, str(tmp_path / name), *out])
+        assert (result.exit_code, len(result.output.splitlines())) == (2, 1)
+        assert str(tmp_path / name) in result.output
+
+
 def test_install_failure_does_not_stop_other_packages(
     checkout: Path, released: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -158,6 +171,43 @@ def test_failing_phase_does_not_stop_other_phases(
     report = release_check(request, print)
     assert report.errors[0] == "sweep: took too long"
     assert len(report.causes) == 1
+
+
+def test_report_lists_counts_and_phases_with_nothing_to_check(
+    checkout: Path, released: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def sweep(subject: Subject) -> Iterator[Finding]:
+        outcomes = OutcomeFile(subject.file(Phase.SWEEP), ("architecture", "check"))
+        for check, outcome in (("load", "equal"), ("logits", "equal"), ("media_greedy", "not_applicable")):
+            outcomes.add({"architecture": "LlamaForCausalLM", "check": check, "outcome": outcome})
+        yield from ()
+
+    monkeypatch.setattr(run, "make_environment", lambda *_, **__: Environment(checkout / "environment", checkout))
+    monkeypatch.setattr(Environment, "versions", {})
+    monkeypatch.setattr(run, "PHASES", {Phase.SWEEP: sweep, Phase.NUMBERS: numbers})
+    monkeypatch.setattr(run, "tested_versions", lambda _: {"transformers": Version("6.0")})
+    request = Request(("transformers==6.0",), checkout, checkout / "out", 1, (Phase.SWEEP, Phase.NUMBERS))
+    report = release_check(request, print)
+    assert report.phases == ["training: sweep (2 equal, 1 not applicable)"]
+    assert report.skipped == ["training: numbers: transformers and torch have the versions of the recorded results"]
+    assert report.status == 0
+    text = markdown(report)
+    assert all(f"- {line}" in text for line in (*report.phases, *report.skipped))
+    assert "0 causes." in text
+
+
+def test_unknown_architecture_is_not_judged(checkout: Path, released: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "make_environment", lambda *_, **__: Environment(checkout / "environment", checkout))
+    monkeypatch.setattr(Environment, "versions", {})
+    monkeypatch.setattr(Subject, "_subjects", {"families": {"LlamaForCausalLM": "llama"}})
+    names = ("LlamaForCausalM", "Other")
+    request = Request(("transformers==6.0",), checkout, checkout / "out", 1, names=names)
+    report = release_check(request, print)
+    (error,) = report.errors
+    assert "--name LlamaForCausalM: not registered (did you mean LlamaForCausalLM?)" in error
+    assert "--name Other: not registered" in error
+    assert report.status == 2
+    assert "Nothing was checked." in markdown(report)
 
 
 def test_report_contains_function_diff(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,6 +28,9 @@ from tools.release_check.errors import InstallError
 
 READY = ".ready"
 BASE_PACKAGES = "base_packages.pth"
+MINUTES = 60.0
+"""Seconds of a minute, for timeouts."""
+
 SECONDS = 3600
 
 
@@ -36,6 +39,11 @@ def cache_folder() -> Path:
     if folder := os.environ.get("NRL_MODELS_RELEASE_CACHE"):
         return Path(folder)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nrl_models" / "release_check"
+
+
+def wheels_folder() -> Path:
+    """Return the folder of wheels that are read for names and sources."""
+    return cache_folder() / "wheels"
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ import os
 import sys
 from dataclasses import dataclass
 from functools import cache
+from urllib.parse import urljoin
 
 import httpx2
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
@@ -57,20 +58,21 @@ def wheels(package: str) -> dict[Version, Wheel]:
             raise NoReleaseError(f"{package}: not on the index {index_url()}")
         response.raise_for_status()
         files = response.json()["files"]
-    except (httpx2.HTTPError, ValueError, KeyError) as error:
+        named = [(file["filename"], urljoin(str(response.url), file["url"]), file) for file in files]
+    except (httpx2.HTTPError, httpx2.InvalidURL, ValueError, KeyError, TypeError) as error:
         raise NoIndexError(f"{url}: {one_line(error)}. Check the network, or set PIP_INDEX_URL") from error
     ranks = {tag: rank for rank, tag in enumerate(sys_tags())}
     best: dict[Version, tuple[int, Wheel]] = {}
-    for file in files:
+    for filename, file_url, file in named:
         try:
-            _, version, _, tags = parse_wheel_filename(file["filename"])
+            _, version, _, tags = parse_wheel_filename(filename)
         except (InvalidWheelFilename, ValueError):
             continue  # a source distribution, or a legacy file name
         rank = _rank(tags, ranks)
         if rank is None or file.get("yanked") or not _admits(file.get("requires-python")):
             continue
         if version not in best or rank < best[version][0]:
-            best[version] = rank, Wheel(version, file["url"], file.get("size") or 0)
+            best[version] = rank, Wheel(version, file_url, file.get("size") or 0)
     return {version: best[version][1] for version in sorted(best)}
 
 

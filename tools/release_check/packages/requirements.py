@@ -58,21 +58,22 @@ def declared_conflicts() -> Iterator[Finding]:
 
 def failing_calls() -> Iterator[Finding]:
     """Find calls that combine two packages and raise an error."""
-    for name, call in CALLS.items():
+    for name, (packages, call) in CALLS.items():
         try:
             call()
         except PackageNotFoundError:
             continue
         except Exception as error:
             function = failing_function(error)
+            versions = ", ".join(f"{package} {version(package)}" for package in packages)
             yield Finding(
                 Phase.REQUIREMENTS,
                 Kind.CONFLICT,
-                function or name,
+                " and ".join(packages),
                 type(error).__name__,
                 functions=(function,) if function else (),
                 item=name,
-                message=f"{name}: {one_line(error)}",
+                message=f"{name} ({versions}): {one_line(error)}",
             )
 
 
@@ -123,14 +124,14 @@ def _trl() -> None:
     from trl import GRPOTrainer, SFTTrainer  # noqa: F401  trl imports its trainers lazily
 
 
-CALLS: Mapping[str, Callable[[], None]] = {
-    "model.add_adapter": _add_adapter,
-    "model.load_adapter": _load_adapter,
-    "peft.get_peft_model": _get_peft_model,
-    "Accelerator.prepare": _accelerate,
-    "import of trl's trainers": _trl,
+CALLS: Mapping[str, tuple[tuple[str, str], Callable[[], None]]] = {
+    "model.add_adapter": (("transformers", "peft"), _add_adapter),
+    "model.load_adapter": (("transformers", "peft"), _load_adapter),
+    "peft.get_peft_model": (("transformers", "peft"), _get_peft_model),
+    "Accelerator.prepare": (("transformers", "accelerate"), _accelerate),
+    "import of trl's trainers": (("transformers", "trl"), _trl),
 }
-"""Calls that combine two packages, by a readable name."""
+"""Calls that combine two packages: a readable name, the packages, and the call."""
 
 
 if __name__ == "__main__":
