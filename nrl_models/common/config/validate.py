@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -27,7 +28,7 @@ from nrl_models.common.config.recorded_keys import architecture_that_computes_wi
 from nrl_models.common.config.rope_keys import unused_keys
 from nrl_models.common.config.spelling import misspellings_of
 from nrl_models.common.config.types import is_same_value
-from nrl_models.common.config.walk import own_values, walk
+from nrl_models.common.config.walk import own_values, values_of_layers, walk
 from nrl_models.common.logs import get_logger
 from nrl_models.errors import ConfigurationError, Problem, ProblemKind, shown
 
@@ -59,7 +60,7 @@ def check_config(
     """Raise if a configuration has settings that the model would ignore. Log keys that no code reads.
 
     Args:
-        model_class: Model class for the configuration. For classes of transformers, only `unused_keys` is checked.
+        model_class: Model class for the configuration. For remote code, only `unused_keys` is checked.
         config: The configuration.
         ignored: Names or paths of keys to skip.
 
@@ -101,7 +102,8 @@ def examine(
     """
     ignored = {ignored} if isinstance(ignored, str) else set(ignored)
     found = Findings(without_ignored(unused_keys(model_class, config), ignored))
-    if not hasattr(model_class, "rewrites"):
+    # Remote code may read keys in modules that are not searched.
+    if not hasattr(model_class, "rewrites") and model_class.__module__.partition(".")[0] != "transformers":
         return found
     check = _Check(model_class, config, ignored)
     check.unread(found)
@@ -119,8 +121,16 @@ class _Check:
     def __init__(self, model_class: Any, config: PreTrainedConfig, ignored: set[str]) -> None:
         self.model_class = model_class
         self.config = config
-        self.ignored = ignored | ignored_here() | set(model_class.ignored_config_keys)
-        self.values: Mapping[str, Collection[Any]] = model_class.config_values
+        self.ignored = ignored | ignored_here() | set(getattr(model_class, "ignored_config_keys", ()))
+        self.values: Mapping[str, Collection[Any]] = getattr(model_class, "config_values", {})
+
+    @cached_property
+    def _defaults(self) -> PreTrainedConfig | None:
+        """The configuration class's default values; None if they are not valid together."""
+        try:
+            return type(self.config)()
+        except Exception:  # any error of the class's own validation
+            return None
 
     def unread(self, found: Findings) -> None:
         """Classify the keys that no code reads."""
@@ -144,6 +154,8 @@ class _Check:
             values |= rope
         near = misspellings_of(key, sorted(known))
         if not near or any(name in values and is_same_value(value, values[name]) for name in near):
+            return None
+        if is_same_value(value, _value_or(self._defaults, path, None)):  # transformers itself has misspelled keys
             return None
         detail = f"is {shown(value)}, but neither {type(part).__name__} nor the model reads this key"
         return Problem(ProblemKind.UNKNOWN, path, f"{detail}; did you mean {' or '.join(near)}?")
@@ -234,7 +246,7 @@ WINDOWS = {"sliding_attention": "sliding_window", "chunked_attention": "attentio
 def _without_window(path: str, part: PreTrainedConfig, layer_types: Any) -> Iterator[Problem]:
     """Yield a problem if layers have a sliding window but the configuration has no size for it."""
     for kind, key in WINDOWS.items():
-        size = getattr(part, key, 1)
+        size = next(iter(values_of_layers(part, key)), 1)
         is_size = isinstance(size, (list, tuple)) or (size is not None and size > 0)
         if isinstance(layer_types, (list, tuple)) and kind in layer_types and not is_size:
             where = f"{path.removesuffix('layer_types')}{key}"
@@ -263,8 +275,8 @@ def _too_few_experts(path: str, part: PreTrainedConfig, chosen: Any) -> Iterator
             return
 
 
-def _value_or(config: PreTrainedConfig, path: str, default: Any) -> Any:
+def _value_or(config: PreTrainedConfig | None, path: str, default: Any) -> Any:
     try:
-        return value_at(config, path)
+        return default if config is None else value_at(config, path)
     except (AttributeError, KeyError):  # a part of another class than the tiny configuration's, or none
         return default

@@ -10,15 +10,22 @@ import pytest
 import torch
 from checkpoints import edit_config
 from published_configs import published
-from transformers import AutoConfig, LlamaConfig, MixtralConfig, PreTrainedConfig, Qwen2Config
+from transformers import (
+    AutoConfig,
+    LlamaConfig,
+    MixtralConfig,
+    PreTrainedConfig,
+    Qwen2Config,
+    RwkvConfig,
+    RwkvForCausalLM,
+)
 
 from nrl_models import AutoModelForCausalLM, registry
 from nrl_models.common.config.ignored import ignoring
 from nrl_models.common.config.validate import check_config, examine
-from nrl_models.errors import ConfigurationError, NRLModelsError
+from nrl_models.errors import ConfigurationError, NRLModelsError, ProblemKind
 from nrl_models.families.gemma3.model import Gemma3ForConditionalGeneration
 from nrl_models.families.llama.model import LlamaForCausalLM
-from nrl_models.family import FamilyModel
 from nrl_models.loading.read_config import read_config
 from nrl_models.testing.case import FamilyCase
 from nrl_models.testing.tiny import tiny_config
@@ -214,9 +221,44 @@ def test_key_read_only_by_modeling_code_passes() -> None:
     check_config(registry.model_class("LlamaForTokenClassification"), config)
 
 
-def test_transformers_class_is_not_checked(llama_config: LlamaConfig) -> None:
-    config = LlamaConfig(**llama_config.to_dict(), use_qk_norm=True)
-    check_config(FamilyModel.reference_class.__func__(LlamaForCausalLM), config)
+@pytest.mark.parametrize(
+    ("key", "value", "kind", "detail"),
+    [
+        ("attn_logit_softcapping", 50.0, ProblemKind.UNSUPPORTED, "but RwkvForCausalLM does not read it"),
+        ("layer_norm_epsilom", 1e-3, ProblemKind.UNKNOWN, "did you mean layer_norm_epsilon?"),
+    ],
+)
+def test_config_of_class_without_family_is_checked(
+    key: str, value: float, kind: ProblemKind, detail: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert "RwkvForCausalLM" not in registry.architectures()
+    found = problems(RwkvForCausalLM, RwkvConfig(num_hidden_layers=1, **{key: value}))
+    assert found[key][0] == kind
+    assert detail in found[key][1]
+    check_config(RwkvForCausalLM, RwkvConfig(num_hidden_layers=1, use_qk_norm=True))
+    assert "keys that nothing in RwkvForCausalLM reads; they are ignored: use_qk_norm" in caplog.text
+
+
+def test_remote_code_is_not_checked() -> None:
+    """It may read keys in modules that are not searched."""
+    remote = type("RwkvForCausalLM", (RwkvForCausalLM,), {"__module__": "transformers_modules.modeling_rwkv"})
+    check_config(remote, RwkvConfig(num_hidden_layers=1, attn_logit_softcapping=50.0))
+
+
+def test_misspelled_default_of_transformers_passes() -> None:
+    """As in EdgeTAM's configuration (`archirecture`)."""
+
+    class Outer(PreTrainedConfig):
+        model_type = "outer"
+        sub_configs = {"inner": RwkvConfig}
+
+        def __init__(self, inner: dict[str, Any] | None = None, **values: Any) -> None:
+            self.inner = RwkvConfig(**(inner or {"layer_norm_epsilom": 1e-3}))
+            super().__init__(**values)
+
+    check_config(RwkvForCausalLM, Outer())
+    with pytest.raises(ConfigurationError, match=r"inner\.layer_norm_epsilom: is 0\.1"):
+        check_config(RwkvForCausalLM, Outer({"layer_norm_epsilom": 0.1}))
 
 
 @pytest.mark.parametrize(("window", "named"), [(None, "null"), (0, "0"), (-1, "-1")])
