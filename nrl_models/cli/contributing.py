@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import Annotated
 
@@ -34,16 +35,16 @@ def new(
     """Generate a family (the classes of an architecture): detect fusable projections, write the package, and test it.
 
     By default, the command writes the package, a page of test results (docs/model-coverage) and a list of configuration
-    keys into your clone of nrl_models. It lists what you have to decide, if
-    anything. The generated tests need pytest: install the extra `test`. Exit status: 0 all tests passed; 1 a test
-    failed; 2 the command could not run, or the model has no projections to fuse.
+    keys into your clone of nrl_models. It lists what you have to decide, if anything. The generated tests need pytest:
+    install the extra `test`. Exit status: 0 all tests passed; 1 a test failed or a decision is open; 2 the command
+    could not run, or the model has no projections to fuse.
     """
     from rich.table import Table
 
     from nrl_models.onboarding.new import new_family
 
     made = new_family(source, name=name, out_of_tree=out_of_tree, again=again and out_of_tree is not None)
-    plan, passed = made.plan, sum(result["outcome"] == "passed" for result in made.results)
+    plan, outcomes = made.plan, Counter(result["outcome"] for result in made.results)
     table = Table(title="New family", title_justify="left", show_header=False)
     table.add_row("architectures", ", ".join(plan.architectures))
     table.add_row("kind", ", ".join(plan.kinds))
@@ -52,17 +53,21 @@ def new(
         table.add_row(layer.rpartition(":")[2], "; ".join(" + ".join(group) for group in groups))
     for feature, reason in made.limits.items():
         table.add_row(f"limit: {feature}", reason)
-    table.add_row("generated tests", f"{passed} passed" if made.results else "not run")
+    counts = ", ".join(f"{count} {outcome}" for outcome, count in outcomes.most_common())
+    table.add_row("generated tests", counts or "not run")
     table.add_row("written", "\n".join(map(str, made.files)))
     for note in plan.notes:
         table.add_row("note", note)
     for undecided in made.undecided:
         table.add_row("to decide", undecided)
-    for failure in made.upstream:
+    for failure in dict.fromkeys(made.upstream):
         table.add_row("transformers", f"{failure}. Its own class fails in the same way")
     show(table)
     if made.upstream and not made.undecided:
-        show("The family is written. The generated tests that fail also fail on transformers' own class.")
+        show(
+            "The family is written, and does what transformers' own class does. That class fails the generated tests "
+            "listed above, too, so decide whether you can use the model."
+        )
         raise typer.Exit(1)
     if not made.ok:
         show("The family is written, but not all generated tests pass. Continue by hand.")

@@ -17,10 +17,12 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from nrl_models import registry
 from nrl_models.common.checkpoint.files import CheckpointFiles
 from nrl_models.common.config.keys import BOOKKEEPING
+from nrl_models.common.upstream import architectures_of
 from nrl_models.errors import NRLModelsError, StateDictError, one_line
 from nrl_models.families import folders
 from nrl_models.loading.fit import fit_checkpoint
 from nrl_models.loading.read_config import read_config
+from nrl_models.loading.shared_classes import shared_class_note
 from nrl_models.onboarding.detect import Detection, detect
 from nrl_models.onboarding.inspect import ModelKind, kinds_of
 
@@ -114,16 +116,19 @@ def plan_family(source: str | Path, name: str | None = None, *, again: bool = Fa
 
 
 def _class_of(config: PreTrainedConfig, source: str | Path) -> type[PreTrainedModel]:
-    names = config.architectures or []
+    names = config.architectures or architectures_of(config.model_type)[:1]
     if len(names) != 1:
         raise OnboardingError(f"{source}: its `architectures` is {names}, expected one name")
     found = getattr(transformers, names[0], None)
-    if not (isinstance(found, type) and issubclass(found, PreTrainedModel)):
-        raise OnboardingError(
-            f"{source} is a {names[0]}, which transformers {transformers.__version__} does not have. Install one that "
-            "has it, or write the family by hand, including its modeling code (docs/add-a-family.md)."
-        )
-    return found
+    if isinstance(found, type) and issubclass(found, PreTrainedModel):
+        return found
+    if note := shared_class_note(config):
+        raise OnboardingError(f"{source}: {note}. It needs no family: nothing was written")
+    raise OnboardingError(
+        f"{source} is a {names[0]}, which transformers {transformers.__version__} does not have. Install one that has "
+        "it, or write the family by hand (docs/add-a-family.md): with its modeling code or, if the code of a class of "
+        "transformers fits, as under `Outside this repository`."
+    )
 
 
 def heads_beside(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> tuple[str, ...]:

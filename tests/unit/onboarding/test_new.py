@@ -223,8 +223,8 @@ def test_invalid_config_raises(configured: Callable[..., Path], tmp_path: Path) 
     folder = configured("OlmoForCausalLM")
     content = json.loads((folder / "config.json").read_text())
     for architectures, message in [
-        (["NovaForCausalLM"], "is a NovaForCausalLM, which transformers .* does not have"),
-        ([], r"`architectures` is \[\], expected one name"),
+        (["NovaForCausalLM"], "is a NovaForCausalLM, which transformers .* does not have.*`Outside this repository`"),
+        ([], "OlmoForCausalLM is already served"),  # the class of `model_type`
         (["A", "B"], "expected one name"),
     ]:
         (folder / "config.json").write_text(json.dumps(content | {"architectures": architectures}))
@@ -236,6 +236,15 @@ def test_invalid_config_raises(configured: Callable[..., Path], tmp_path: Path) 
         plan_family(folder)
     with pytest.raises(OnboardingError, match="has no linears that read one input"):
         new_family(configured("MambaForCausalLM"), out_of_tree=tmp_path / "out", again=True)
+
+
+@since("5.24")
+@pytest.mark.parametrize("architectures", [["ExaoneForCausalLM"], None])
+def test_model_type_with_class_of_other_family_needs_no_family(architectures: list[str] | None, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "exaone", "architectures": architectures}))
+    message = r"through LlamaForCausalLM .*exaone.* It needs no family" if architectures else "is already served"
+    with pytest.raises(OnboardingError, match=message):
+        plan_family(tmp_path)
 
 
 def test_heads_of_other_models_are_excluded() -> None:
