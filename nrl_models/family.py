@@ -25,7 +25,11 @@ from nrl_models.common.flags import Flags, ModelFlag, MTPForm
 from nrl_models.common.forward.reentrant import RefusesReentrantCheckpointing
 from nrl_models.common.forward.rewriting import adopt_rewrites, rewritten
 from nrl_models.common.forward.soft_cap import drops_soft_cap
-from nrl_models.common.model_components.upstream_peft import has_adapter, have_peft_name_references, require_peft
+from nrl_models.common.model_components.upstream_peft import (
+    explaining_peft_version,
+    has_adapter,
+    have_peft_name_references,
+)
 from nrl_models.common.modules import peft_modules
 from nrl_models.common.projections import groups_of
 from nrl_models.common.state_dict.adapter import StateDictAdapter, adapter_of
@@ -246,8 +250,8 @@ class FamilyModel(RefusesReentrantCheckpointing, Upstream):
         Raises:
             PackageVersionError: The installed transformers does not accept the installed PEFT.
         """
-        require_peft("add_adapter", "peft.get_peft_model(model, config)")
-        return super().add_adapter(*args, **kwargs)
+        with explaining_peft_version("add_adapter", "peft.get_peft_model(model, config)"):
+            return super().add_adapter(*args, **kwargs)
 
     def load_adapter(self, *args: Any, **kwargs: Any) -> Any:
         """Load a PEFT adapter, as in transformers.
@@ -258,8 +262,8 @@ class FamilyModel(RefusesReentrantCheckpointing, Upstream):
             UnknownArgumentError: `use_safetensors=False`, which requests a pickle.
         """
         require_safe_adapter(inspect.signature(super().load_adapter).bind(*args, **kwargs).arguments)
-        require_peft("load_adapter", "peft.PeftModel.from_pretrained(model, folder)")
-        return super().load_adapter(*args, **kwargs)
+        with explaining_peft_version("load_adapter", "peft.PeftModel.from_pretrained(model, folder)"):
+            return super().load_adapter(*args, **kwargs)
 
     @property
     def state_dict_adapter(self) -> StateDictAdapter:

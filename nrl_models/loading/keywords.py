@@ -56,7 +56,7 @@ _NEVER = {
     "proxies": "not supported. Set the environment variables HTTP_PROXY and HTTPS_PROXY",
     "code_revision": "not supported. A checkpoint's own code is read from the revision of its weights (revision=)",
     "generation_config": "not supported. Set model.generation_config after loading",
-    "adapter_name": "not supported. Load the model, then call model.load_adapter(folder, adapter_name=...)",
+    "adapter_name": "not supported. Load the model, then call peft.PeftModel.from_pretrained(model, folder)",
     "disable_mmap": "not supported, because files are memory-mapped",
     "tqdm_class": "not supported. transformers.utils.logging.disable_progress_bar() hides the progress bar",
     "fusion_config": "not supported. combine= fuses projections",
@@ -167,7 +167,8 @@ def by_own_names(keywords: Mapping[str, Any]) -> dict[str, Any]:
         )
     if adapter := (keywords.get("adapter_kwargs") or {}).get("_adapter_model_path"):
         wrong.append(
-            f"adapter_kwargs: {adapter} is an adapter. Load its base model, then call model.load_adapter(folder)"
+            f"adapter_kwargs: {adapter} is an adapter. Load its base model, then call "
+            "peft.PeftModel.from_pretrained(model, folder)"
         )
     wrong += _wrong_types(keywords)
     if isinstance(mapping := keywords.get("key_mapping"), Mapping):

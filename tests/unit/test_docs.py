@@ -235,7 +235,9 @@ def test_refit_snippet_runs(llama_checkpoint: Path, llama: PreTrainedModel) -> N
     assert weights.keys() == llama.state_dict().keys()
 
 
-def test_lora_export_snippet_runs(llama_checkpoint: Path, llama: PreTrainedModel) -> None:
+def test_lora_export_snippets_run(
+    llama_checkpoint: Path, llama: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     peft = pytest.importorskip("peft")
     adapted = peft.get_peft_model(
         AutoModelForCausalLM.from_pretrained(llama_checkpoint),
@@ -246,6 +248,10 @@ def test_lora_export_snippet_runs(llama_checkpoint: Path, llama: PreTrainedModel
     exec(block_with("docs/lora.md", "export_adapter"), names)
     changed = {name for name, tensor in llama.state_dict().items() if not torch.equal(weights[name], tensor)}
     assert changed == {name for name in weights if name.endswith("q_proj.weight")}
+    monkeypatch.chdir(tmp_path)
+    exec(block_with("docs/lora.md", "get_base_model"), names)
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").state_dict()
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in saved.items())
 
 
 def test_freezing_snippet_runs() -> None:

@@ -163,11 +163,11 @@ def _has_safetensors(folder: Path) -> bool:
 
 def _refuse_adapter(folder: Path) -> NoReturn:
     """Raise for a directory with a PEFT adapter. Unlike in transformers, model and adapter are loaded separately."""
-    then = "then the adapter with peft.PeftModel.from_pretrained(model, folder) or model.load_adapter(folder)"
+    then = "then the adapter with peft.PeftModel.from_pretrained(model, folder)"
     if (folder / CONFIG_NAME).is_file():
-        detail = "is that of a PEFT adapter in the same directory as the model's files, and would be ignored"
+        detail = "belongs to a PEFT adapter in the same directory as the model's files, and would be ignored"
         advice = f"move the adapter's files to a separate directory; load the model, {then}"
     else:
-        detail = "is that of a PEFT adapter, and the model's files are elsewhere"
+        detail = "belongs to a PEFT adapter; the directory has no model"
         advice = f"load the model it names as base_model_name_or_path, {then}"
     raise CheckpointError(f"cannot load {folder}", [Problem(ProblemKind.FORMAT, ADAPTER_CONFIG_NAME, detail)], [advice])

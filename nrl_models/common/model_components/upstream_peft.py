@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import functools
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.metadata import version
+from traceback import extract_tb
 from typing import Any
 
 import transformers
-from packaging.version import Version
 from transformers import PreTrainedModel
 from transformers.utils import is_peft_available
 
@@ -20,8 +22,11 @@ def has_adapter(model: PreTrainedModel) -> bool:
     return bool(getattr(model, "_hf_peft_config_loaded", False))
 
 
-def require_peft(method: str, instead: str) -> None:
-    """Check that transformers' adapter methods accept the installed PEFT.
+@contextmanager
+def explaining_peft_version(method: str, instead: str) -> Iterator[None]:
+    """Raise an error with both versions if transformers does not accept the installed PEFT.
+
+    Which adapter methods check the version depends on the version of transformers.
 
     Args:
         method: The method that is called, for the message.
@@ -32,11 +37,16 @@ def require_peft(method: str, instead: str) -> None:
     """
     from transformers.integrations.peft import MIN_PEFT_VERSION
 
-    if is_peft_available() and Version(installed := version("peft")) < Version(MIN_PEFT_VERSION):
+    try:
+        yield
+    except ValueError as error:
+        if not is_peft_available() or extract_tb(error.__traceback__)[-1].name != "check_peft_version":
+            raise
         raise PackageVersionError(
-            f"{method} of transformers {transformers.__version__} needs peft>={MIN_PEFT_VERSION}; peft {installed} is "
-            f"installed. Use {instead}, which works with it, or install a newer peft or an older transformers."
-        )
+            f"{method} of transformers {transformers.__version__} needs peft>={MIN_PEFT_VERSION}; peft "
+            f"{version('peft')} is installed. Use {instead}, which works with it, or install a newer peft or an older "
+            "transformers."
+        ) from error
 
 
 def have_peft_name_references() -> None:

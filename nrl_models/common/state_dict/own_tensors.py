@@ -151,7 +151,8 @@ TO_ENGINE = (
 
 TO_FILES = (
     "save the adapter: PeftModel.save_pretrained(folder), or the tensors of peft.get_peft_model_state_dict(model)",
-    "or save merged weights: PeftModel.merge_and_unload().save_pretrained(folder)",
+    "or save merged weights: merged = dict(nrl_models.export_adapter(peft_model).iter_export(peft_model, "
+    'layout="transformers")), then peft_model.get_base_model().save_pretrained(folder, state_dict=merged)',
 )
 """How to save a model with adapters."""
 

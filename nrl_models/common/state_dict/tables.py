@@ -191,6 +191,8 @@ class LayoutTables:
         require_tensors(state_dict)
         unknown = [name for name in state_dict if name not in self.own]
         problems = [Problem(ProblemKind.UNEXPECTED, name, "is not a tensor of this model") for name in unknown]
+        if unknown and all(name in self.hub for name in unknown):
+            advice = ('these are names of the Hub checkpoint: use iter_export(model, layout="transformers")', *advice)
         if problems := problems + self.other_shapes(state_dict):
             raise StateDictError("state dict is not this model's", problems, advice)
 

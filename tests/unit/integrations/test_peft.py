@@ -17,6 +17,7 @@ from peft import AutoPeftModelForCausalLM, IA3Config, LoHaConfig, LoraConfig, Pe
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.integrations import peft as transformers_peft
+from transformers.utils.peft_utils import check_peft_version
 
 from nrl_models import AutoModelForCausalLM
 from nrl_models.common.projections import report
@@ -175,7 +176,7 @@ def test_adapter_on_experts_matches_transformers(
 
 
 def test_loading_adapter_folder_raises(adapter: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"(?s)is that of a PEFT adapter, and the model's files.*PeftModel"):
+    with pytest.raises(CheckpointError, match=r"(?s)belongs to a PEFT adapter; the directory has no model.*PeftModel"):
         ours(adapter)
 
 
@@ -470,6 +471,22 @@ def test_switch_and_delete_adapters(
     assert torch.equal(actual[3], actual[0])
 
 
+def test_load_adapter_accepts_every_peft_that_transformers_accepts(
+    integrated: dict[str, PreTrainedModel], llama_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`load_adapter` of transformers 5.24 does not check the version that `add_adapter` requires."""
+    monkeypatch.setattr(transformers_peft, "MIN_PEFT_VERSION", "99.1")
+
+    def error_of(load: Load) -> str:
+        try:
+            load(llama_checkpoint).load_adapter(str(tmp_path / "theirs"))
+        except (ValueError, PackageVersionError) as error:
+            return type(error).__name__
+        return ""
+
+    assert (error_of(theirs), error_of(ours)) in {("", ""), ("ValueError", "PackageVersionError")}
+
+
 @pytest.mark.parametrize(
     ("method", "argument", "instead"),
     [
@@ -480,7 +497,13 @@ def test_switch_and_delete_adapters(
 def test_adapter_methods_with_old_peft_raise(
     llama_checkpoint: Path, monkeypatch: pytest.MonkeyPatch, method: str, argument: Any, instead: str
 ) -> None:
+    """Which methods check the version depends on the version of transformers."""
+
+    def checks(self: Any, *args: Any, **kwargs: Any) -> None:
+        check_peft_version("99.1")
+
     monkeypatch.setattr(transformers_peft, "MIN_PEFT_VERSION", "99.1")
+    monkeypatch.setattr(transformers_peft.PeftAdapterMixin, method, checks)
     model = ours(llama_checkpoint)
     with pytest.raises(PackageVersionError, match=rf"{method} of transformers .* needs peft>=99\.1.*{instead}"):
         getattr(model, method)(argument)

@@ -234,6 +234,12 @@ def test_to_checkpoint_with_mismatched_state_dict_raises(same: PreTrainedModel, 
     assert problems(caught.value) == {("unexpected", "other"), ("shape", "model.norm.weight")}
 
 
+def test_hub_names_in_state_dict_raise_with_layout(mixtral: PreTrainedModel, mixtral_checkpoint: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(mixtral_checkpoint)
+    with pytest.raises(StateDictError, match=r'names of the Hub checkpoint: use iter_export\(model, layout="transf'):
+        to_checkpoint(model, dict(model.state_dict_adapter.iter_export(model)))
+
+
 # Shapes
 
 
