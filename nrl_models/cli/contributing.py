@@ -65,8 +65,8 @@ def new(
     show(table)
     if made.upstream and not made.undecided:
         show(
-            "The family is written, and does what transformers' own class does. That class fails the generated tests "
-            "listed above, too, so decide whether you can use the model."
+            "The family is written, and computes what transformers' own class computes. That class also fails the "
+            "generated tests listed above, so decide whether you can use the model."
         )
         raise typer.Exit(1)
     if not made.ok:

@@ -83,6 +83,9 @@ def inspect(path: CheckpointPath, ignore_config_key: IgnoredConfigKeys = None, j
     result = cached_result("inspect", path, {"ignored": ignore_config_key}, lambda: _inspection(path))
     table = Table(title=escape(str(path)), title_justify="left", show_header=False)
     table.add_row("architecture", result["architecture"])
+    if result["class_model_type"] != result["model_type"]:
+        note = f"{result['model_type']}: uses the class of {result['class_model_type']}, keeps its own tensor names"
+        table.add_row("model type", note)
     table.add_row("family", result["family"] or "none: loads as the transformers class")
     table.add_row("kind", ", ".join(result["kinds"]))
     sizes = {

@@ -48,6 +48,9 @@ class Inspection:
 
     Args:
         architecture: The architecture that it loads as.
+        model_type: `model_type` of the configuration.
+        class_model_type: `model_type` of the architecture's own configuration class. Differs if transformers has no
+            class for this model type and uses another one's.
         family: Module of its family; None if it falls back to transformers' class.
         kinds: Kinds of the model.
         sizes: Sizes of the (text) model by configuration key; a list if layers differ.
@@ -66,6 +69,8 @@ class Inspection:
     """
 
     architecture: str
+    model_type: str
+    class_model_type: str
     family: str | None
     kinds: tuple[ModelKind, ...]
     sizes: dict[str, int | list[int]]
@@ -100,6 +105,8 @@ def inspect(path: str | Path) -> Inspection:
     mtp = [files.tensors[key] for key in names.among(files.tensors)] if files else []
     return Inspection(
         architecture=type(model).__name__,
+        model_type=config.model_type,
+        class_model_type=getattr(type(model).config_class, "model_type", config.model_type),
         family=type(model).__module__ if isinstance(model, FamilyModel) else None,
         kinds=tuple(kinds_of(config)),
         sizes=_sizes(text),

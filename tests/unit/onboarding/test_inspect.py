@@ -58,6 +58,16 @@ def test_embedding_rows_differ_from_vocab_size(tmp_path: Path) -> None:
     assert f"{config['vocab_size']} rows in the files, and vocab_size is 100" in shown
 
 
+@since("5.24")
+def test_model_type_that_uses_another_class(tmp_path: Path) -> None:
+    config = AutoConfig.for_model("sarvam_moe", architectures=["Glm4MoeForCausalLM"], num_hidden_layers=1)
+    config.save_pretrained(tmp_path)
+    inspection = inspect(tmp_path)
+    assert (inspection.model_type, inspection.class_model_type) == ("sarvam_moe", "glm4_moe")
+    result = CliRunner().invoke(app, ["inspect", str(tmp_path)])
+    assert "sarvam_moe: uses the class of glm4_moe, keeps its own tensor names" in result.output
+
+
 @pytest.mark.usefixtures("no_persimmon")
 def test_inspect_unregistered_architecture(tmp_path: Path) -> None:
     config = AutoConfig.for_model(
