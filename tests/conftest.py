@@ -42,14 +42,14 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Skip tests marked thorough of a share's architectures. Skip long tests outside the share.
+    """Skip thorough and long tests of a share's architectures, and other long tests outside the share.
 
     All families, or a file that is named on the command line, include all long tests.
     """
     if config.getoption("--all-families"):
         return
     shared = set(config.stash[SHARED])
-    items[:] = [item for item in items if class_under_test(item) not in shared or not _is(item, "thorough")]
+    items[:] = [item for item in items if class_under_test(item) not in shared or not _is(item, "thorough", "long")]
     if config.args_source is pytest.Config.ArgsSource.TESTPATHS:
         long = {_group(item) for item in items if _is(item, "long")}
         parts = config.getoption("--share")
@@ -63,8 +63,8 @@ def _group(item: pytest.Item) -> str:
     return str(marker.args[0]) if marker else item.nodeid
 
 
-def _is(item: pytest.Item, marker: str) -> bool:
-    return item.get_closest_marker(marker) is not None
+def _is(item: pytest.Item, *markers: str) -> bool:
+    return any(item.get_closest_marker(marker) is not None for marker in markers)
 
 
 @pytest.hookimpl(wrapper=True)
