@@ -2,8 +2,8 @@
 #
 #   make demo           train a small Llama, load it with nrl_models, run every check, certify it; 3 to 7 minutes
 #   make test           hand-written tests, generated tests for one model of each architecture pattern, and for changed
-#                       families; 6 minutes on 2 cores. SHARE=8 adds an eighth of the long tests, and tests of an eighth
-#                       of the other architectures
+#                       families; 10 minutes on 2 cores. SHARE=16 adds a sixteenth of the long tests, and tests of a
+#                       sixteenth of the other architectures
 #   make test-classes   compare every class with transformers' class; 5 minutes
 #   make test-all       all of these; an hour (TRANSFORMERS=5.5.0 selects another version)
 #   make test-real      tests on two small pretrained models from PyPI

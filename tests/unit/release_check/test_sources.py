@@ -108,7 +108,7 @@ def test_stored_wheel_is_read_without_index(tmp_path: Path, monkeypatch: pytest.
 OLDEST_API = {
     "nrl_models": {"registry"},
     "nrl_models.auto": {"auto_class_for"},
-    "nrl_models.errors": {"NRLModelsError", "one_line"},
+    "nrl_models.errors": {"NRLModelsError", "did_you_mean", "one_line"},
     "nrl_models.inputs.audio": {"AUDIO", "takes_audio"},
     "nrl_models.inputs.images": {"PIXELS", "ImageInputsError", "takes_images"},
     "nrl_models.inputs.model_inputs": {"inputs_for"},
