@@ -226,12 +226,12 @@ def test_loading_snippet_runs(llama_checkpoint: Path) -> None:
 def test_refit_snippet_runs(llama_checkpoint: Path, llama: PreTrainedModel) -> None:
     model = AutoModelForCausalLM.from_pretrained(llama_checkpoint)
     weights: dict[str, torch.Tensor] = {}
-    ones = {name: torch.ones_like(parameter) for name, parameter in model.named_parameters()}
-    weight = model.model.layers[0].self_attn.q_proj.weight
-    exec(
-        block_with("docs/refit.md", "export_plan()"),
-        {"model": model, "send": weights.__setitem__, "gradients": ones, "weight": weight},
-    )
+    model(torch.tensor([[1, 2]])).logits.sum().backward()
+    names = {"model": model, "send": weights.__setitem__}
+    exec(block_with("docs/refit.md", "export_plan()"), names)
+    expected = {name: parameter.grad for name, parameter in model.named_parameters()}
+    assert names["gradients"].keys() == expected.keys()
+    assert all(torch.equal(gradient, expected[name]) for name, gradient in names["gradients"].items())
     assert weights.keys() == llama.state_dict().keys()
 
 
