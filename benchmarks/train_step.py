@@ -132,6 +132,7 @@ class Peak:
         else:
             self.done = True
             self.thread.join()
+            self.peak = max(self.peak, _anonymous())  # on a busy machine, the thread may have slept until now
 
     @property
     def rise(self) -> int:
