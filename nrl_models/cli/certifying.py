@@ -102,7 +102,7 @@ def certify(
             metavar="CHECK",
             help="Run only this check, and checks that share its computation. Repeatable. Other checks keep their "
             "results from an earlier run with the same --out. If there is no earlier run, the answer cannot be "
-            "'ready'. Names (quote those with spaces): "
+            "'ready'. Names (docs/certify.md explains them; quote those with spaces): "
             f"{', '.join(CHECK_NAMES[:-2])}. Two more need --in-loop: {', '.join(CHECK_NAMES[-2:])}.",
         ),
     ] = None,
@@ -174,8 +174,8 @@ def certify(
     """Run all checks on a checkpoint and an engine, and write a certificate: ready for RL, not ready, or not decided.
 
     The answer is 'ready' only with --engine, and if all checks that apply to the model pass. Exit status: 0 ready, 1
-    not ready, 2 could not run, 3 not decided. With --verify, 0 means that the certificate is unchanged, was made for
-    PATH, and satisfies --engine, --full, --length and --public-key, if given. It may say 'not ready'. Otherwise 1.
+    not ready, 2 could not run, 3 not decided. With --verify: 0 if the certificate is unchanged, was made for PATH,
+    and satisfies --engine, --full, --length and --public-key (those given), whatever its answer; otherwise 1.
     Interrupted runs resume when you repeat the command.
     """
     if verify is not None:

@@ -98,9 +98,9 @@ def refit_check(
     threshold: Annotated[
         float,
         number(
-            "Each of the two refits has a bound on token_mult_prob_error: the first depends on the dtype, the second "
-            "on the first refit's error. Neither bound is above FLOAT. The metric is the mean, over tokens, of the "
-            "larger of trainer's and engine's probability divided by the smaller.",
+            "Upper limit for the two bounds on token_mult_prob_error, the mean ratio of the larger to the smaller "
+            "probability (trainer's and engine's) of each token. The bound of the first refit depends on the dtype, "
+            "that of the second refit on the error after the first. A bound above FLOAT is replaced by FLOAT.",
             panel=BOUNDS,
         ),
     ] = 1.05,

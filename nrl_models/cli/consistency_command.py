@@ -92,7 +92,7 @@ def consistency(
         int,
         typer.Option(
             metavar=INT,
-            help="Number of tokens to generate per sequence. Reduced to half of --length if it is larger.",
+            help="Number of tokens to generate per sequence, at most half of --length.",
             min=1,
             rich_help_panel=SAMPLING,
         ),

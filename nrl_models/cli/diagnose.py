@@ -155,7 +155,9 @@ def embeddings(
     ] = 1e-10,
     identical_threshold: Annotated[
         float,
-        number("A row is constant if the standard deviation of its values is below FLOAT.", panel=BOUNDS),
+        number(
+            "A row is constant (its values are all the same) if their standard deviation is below FLOAT.", panel=BOUNDS
+        ),
     ] = 1e-8,
     reinitialize: Annotated[
         Path | None,

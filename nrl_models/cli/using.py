@@ -53,7 +53,7 @@ def demo(
     verbose: Verbose = False,
     json_file: JsonFile = None,
 ) -> None:
-    """Train a small Llama, compare its checkpoint loaded with nrl_models and with transformers, and certify it.
+    """Train a small Llama, load it with nrl_models and with transformers, compare the two, and certify the checkpoint.
 
     The certificate is that of nrl-models certify with --engine hf-generate. With --real or --break, there is none. Exit
     status: 0 if all checks passed and the certificate, if any, says 'ready'; 1 if not; 2 if the demo could not run.

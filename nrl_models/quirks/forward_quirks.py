@@ -19,7 +19,7 @@ FORWARD = (
     Quirk(
         name="packed-documents",
         symptom="Documents packed into one sequence attend to each other if an attention mask or a cache is passed. "
-        "Only without both does transformers separate documents by their position IDs.",
+        "transformers separates documents by their position IDs only if neither is passed.",
         where=("forward",),
         applies=predicates.packs,
         every_model=True,
@@ -64,7 +64,8 @@ FORWARD = (
     Quirk(
         name="image-masks-in-packed-rows",
         symptom="In packed rows, tokens of an image attend to the wrong tokens in layers with sliding windows: "
-        "transformers indexes the mask of images by position IDs, which restart with each document, not by columns.",
+        "transformers indexes the mask of images by position IDs instead of columns, and position IDs restart with each "
+        "document.",
         where=("forward",),
         applies=predicates.packs_images_with_windows,
         handling="nrl_models indexes the mask of images by columns.",
