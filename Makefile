@@ -9,7 +9,7 @@
 #   make test-real      tests on two small pretrained models from PyPI
 #   make test-full      every configuration key, every planted bug, and the oldest transformers; hours
 #   make campaign       20,000 damaged inputs of each kind (CASES=, SEED=); hours
-#   make test-distributed      tests of several processes, and of packages that train models; 20 minutes
+#   make test-distributed      tests of several processes, and of packages that train models; 30 minutes, less with SHARE=16
 #   make distributed-coverage  shard every architecture over two processes, write the coverage pages; 20 minutes
 #   make test-trainers  tests of each trainer in docs/trainers.md, in an environment of its own
 #   make engine         install vLLM into .venv-engine
@@ -69,7 +69,6 @@ test-real: setup
 # Outcomes of planted bugs are kept, so that a run goes on where another was cut; a survivor fails it.
 test-full: $(VENV)/.ready-integrations
 	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadgroup tests/full
-	$(BIN)/python -m pytest -q tests/distributed/test_integrations.py -k compiled
 	$(MAKE) test-all TRANSFORMERS=5.5.0
 	$(BIN)/python -m tools.mutants
 
@@ -81,7 +80,7 @@ campaign: setup
 
 # Two workers: the ranks of a test have one thread each and wait for each other for a third of the time.
 test-distributed: $(VENV)/.ready-integrations
-	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile -m "not long" tests/distributed
+	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile $(if $(SHARE),--share $(SHARE)) tests/distributed
 	$(BIN)/python -m pytest -q -n $(WORKERS) --dist loadgroup -m integrations tests/unit/consistency tests/unit/edits tests/unit/engines tests/unit/loading tests/unit/losses
 
 # Goes on where another run was cut.
@@ -97,7 +96,7 @@ test-trainers: $(VENV)/.ready-integrations .venv-automodel/.ready .venv-verl/.re
 engine: .venv-engine/.ready
 
 test-engine: .venv-engine/.ready
-	OMP_WAIT_POLICY=PASSIVE $(ENGINE_BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --timeout 600 tests/engine
+	OMP_WAIT_POLICY=PASSIVE $(ENGINE_BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --timeout 600 $(if $(SHARE),--share $(SHARE)) tests/engine
 
 engine-coverage: .venv-engine/.ready
 	$(ENGINE_BIN)/python -m tests.engine.sweep

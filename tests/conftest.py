@@ -44,15 +44,15 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Skip thorough and long tests of a share's architectures, and other long tests outside the share.
 
-    All families, or a file that is named on the command line, include all long tests.
+    All families, or paths on the command line without `--share`, include all long tests.
     """
     if config.getoption("--all-families"):
         return
     shared = set(config.stash[SHARED])
     items[:] = [item for item in items if class_under_test(item) not in shared or not _is(item, "thorough", "long")]
-    if config.args_source is pytest.Config.ArgsSource.TESTPATHS:
+    parts = config.getoption("--share")
+    if parts or config.args_source is pytest.Config.ArgsSource.TESTPATHS:
         long = {_group(item) for item in items if _is(item, "long")}
-        parts = config.getoption("--share")
         selected = set(share_of(long, parts)) if parts else set()
         items[:] = [item for item in items if not _is(item, "long") or _group(item) in selected]
 

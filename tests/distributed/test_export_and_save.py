@@ -9,7 +9,7 @@ import pytest
 import torch
 from jobs import export_and_save, setting
 from safetensors.torch import load_file, save_file
-from test_loading import CASES, LAYOUTS, errors_on_every_rank, world_for
+from test_loading import CASES, LAYOUTS, MARKED_CASES, errors_on_every_rank, world_for
 from world import World
 
 from nrl_models import registry
@@ -20,7 +20,7 @@ def files_in(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-@pytest.mark.parametrize(("architecture", "layout"), CASES, ids=["-".join(case) for case in CASES])
+@pytest.mark.parametrize(("architecture", "layout"), MARKED_CASES)
 def test_exports_and_files_match_one_process(
     two: World, four: World, tmp_path: Path, architecture: str, layout: str
 ) -> None:

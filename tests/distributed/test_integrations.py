@@ -298,8 +298,8 @@ def sharded_runs(plain_checkpoint: Path, tmp_path_factory: pytest.TempPathFactor
     runs = {f"loop-{by}": {"kind": "loop", "sharded_by": by} for by in ("accelerate", "us")}
     runs |= {
         f"{kind}-{by}": {"kind": kind, "sharded_by": by}
-        for kind in ("trainer", "sft", "grpo")
-        for by in ("transformers", "accelerate", "us")
+        for kind, references in (("trainer", ()), ("sft", ("transformers",)), ("grpo", ("transformers",)))
+        for by in (*references, "accelerate", "us")
     }
     for run in runs.values():
         run |= {"checkpoint": str(plain_checkpoint), "out": str(folder / f"{run['kind']}-{run['sharded_by']}")}
@@ -439,8 +439,8 @@ MIXTURES = [
 ]
 """Different routers, shared experts, and biases of experts."""
 
-QUICK = [("DeepseekV3ForCausalLM", "ep"), ("GptOssForCausalLM", "tp")]
-"""Mixtures that are compiled in `make test-distributed`, with Mixtral below. `make test-full` compiles all."""
+QUICK = [("GptOssForCausalLM", "tp")]
+"""Cases that are not marked long, as well as Mixtral over ep and tp below. The sweep compiles all mixtures."""
 
 
 @pytest.mark.parametrize(

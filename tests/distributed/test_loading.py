@@ -38,6 +38,14 @@ CASES = [
     *(("GptOssForCausalLM", layout) for layout in LAYOUTS),  # experts with biases, sinks
 ]
 
+LONG = ("Qwen2ForCausalLM", "Phi3ForCausalLM", "DeepseekV3ForCausalLM", "GptOssForCausalLM")
+"""Architectures whose cases with four processes are marked long."""
+
+MARKED_CASES = [
+    pytest.param(*case, id="-".join(case), marks=pytest.mark.long if case[0] in LONG and "-" in case[1] else ())
+    for case in CASES
+]
+
 
 @pytest.fixture(scope="session")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
@@ -61,7 +69,7 @@ def world_for(layout: str, two: World, four: World) -> World:
     return four if "-" in layout else two
 
 
-@pytest.mark.parametrize(("architecture", "layout"), CASES, ids=["-".join(case) for case in CASES])
+@pytest.mark.parametrize(("architecture", "layout"), MARKED_CASES)
 def test_sharded_loading_matches_one_process(
     two: World, four: World, checkpoints: dict[str, Path], architecture: str, layout: str
 ) -> None:

@@ -9,6 +9,7 @@ import json
 import os
 import signal
 import sys
+import traceback
 from collections.abc import Callable
 from functools import partial
 
@@ -62,6 +63,8 @@ def killed(address: str, model: PreTrainedModel, change: Callable[[], None], ste
         setattr(ServerClient, step, killing_request)
         change()
         engine.refit(model.state_dict_adapter.iter_export(model))
+    except BaseException:
+        traceback.print_exc()
     finally:
         os._exit(0)
 

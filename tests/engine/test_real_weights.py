@@ -70,7 +70,9 @@ def fp32_engine(vllm: OneEngine, path: Path) -> VLLMEngine:
     return vllm(path, max_length=MAX_LENGTH)
 
 
-@pytest.mark.parametrize("settings", [SINGLE, BATCH, LONG], ids=["single", "batch", "long"])
+@pytest.mark.parametrize(
+    "settings", [SINGLE, BATCH, pytest.param(LONG, marks=pytest.mark.long)], ids=["single", "batch", "long"]
+)
 def test_float32_matrix_passes(smollm2: Path, vllm: OneEngine, check: Check, settings: Settings) -> None:
     report = check(fp32_engine(vllm, smollm2), torch.float32, settings)
     assert report.passed, report.markdown()
@@ -95,6 +97,7 @@ def test_prefix_caching_diagnostic_passes(smollm2: Path, vllm: OneEngine, prompt
     assert result.measured["against_prefill"]["token_mult_prob_error"] < 1.0001
 
 
+@pytest.mark.long
 def test_backend_eager_matches_eager_logprobs(smollm2: Path, vllm: OneEngine, prompts: Prompts) -> None:
     """Diagnostic 4."""
 
@@ -108,6 +111,7 @@ def test_backend_eager_matches_eager_logprobs(smollm2: Path, vllm: OneEngine, pr
     assert result.passed, result.lines
 
 
+@pytest.mark.long
 def test_bfloat16_noise_floor_detects_small_defect(smollm2: Path, vllm: OneEngine, prompts: Prompts) -> None:
     engine = vllm(smollm2, max_length=128, dtype=torch.bfloat16)
 
@@ -138,6 +142,7 @@ def command(*arguments: str, file: Path) -> Any:
     return json.loads(file.read_text())
 
 
+@pytest.mark.long
 def test_refit_check_command(smollm2: Path, vllm: OneEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     vllm.stop()
     monkeypatch.setattr(weight_change, "OBSERVING_SECONDS", 3.0)  # tests of tiny models observe every tensor
@@ -154,6 +159,7 @@ def test_max_model_len_diagnostic_passes(smollm2: Path, vllm: OneEngine, tmp_pat
     assert content["total_tokens"] == 20
 
 
+@pytest.mark.long
 def test_prefix_caching_diagnostic_in_external_environment(smollm2: Path, vllm: OneEngine, tmp_path: Path) -> None:
     """The environment is this one, through another path. Its vLLM runs in a subprocess all the same."""
     vllm.stop()

@@ -159,6 +159,7 @@ def test_unknown_tensor_raises_and_server_keeps_working(server: Server, model: P
     assert max_difference(engine, model) < 1e-4
 
 
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_killed_trainers_leave_consistent_weights(server: Server, demo: Path) -> None:
     """Send SIGKILL before and after each request of a refit, for dense refits and for deltas."""
@@ -170,7 +171,7 @@ def test_killed_trainers_leave_consistent_weights(server: Server, demo: Path) ->
     outcomes = [json.loads(line) for line in completed.stdout.splitlines() if line.startswith("{")]
     assert len(outcomes) == 22
     for outcome in outcomes:
-        assert outcome["signal"] == 9
+        assert outcome["signal"] == 9, (outcome, completed.stderr[-3000:])
         assert outcome["found"] == outcome["expected"], outcome
         assert outcome["next"] == "new", outcome
 
