@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
@@ -25,6 +25,11 @@ from nrl_models.common.state_dict.matching import match
 from nrl_models.common.state_dict.own_tensors import assemble
 from nrl_models.common.state_dict.ties import are_one_memory, have_same_values, tied_names
 from nrl_models.errors import Problem, ProblemKind, StateDictError, listed
+from nrl_models.loading.names.adapted_names import (
+    merged_modules,
+    modules_under_adapters,
+    names_under_adapters,
+)
 from nrl_models.loading.names.checkpoint_names import CheckpointNames
 
 _ONE_NAME_IS_ENOUGH = "nrl_models.one_name_is_enough"
@@ -88,10 +93,13 @@ def accept_hub_names(
     if is_flattened(model):
         try:
             _convert_complete(model.state_dict_adapter, state_dict, prefix)
+            _rename_adapted(model, state_dict, prefix)
         except StateDictError as error:
             errors.append(str(error))
         return
-    _convert(model, state_dict, prefix, names_in_state_dict(model), missing)
+    stored_names = names_in_state_dict(model)
+    _convert_adapted(model, state_dict, prefix, stored_names, missing)
+    _convert(model, state_dict, prefix, stored_names, missing)
 
 
 def keep_ties(model: Any, state_dict: dict[str, Any], prefix: str, *, assign: bool) -> list[str]:
@@ -151,6 +159,65 @@ def _convert_complete(adapter: StateDictAdapter, state_dict: dict[str, Any], pre
     state_dict.update({f"{prefix}{name}": tensor for name, tensor in own.items()})
 
 
+def _convert_adapted(
+    model: Any, state_dict: dict[str, Any], prefix: str, stored_names: Mapping[str, str], missing: list[str]
+) -> None:
+    """Implement `accept_hub_names` for the base model's tensors in modules that PEFT replaced.
+
+    Names are those of the base model, in which a module has the name that it had without adapters. Adapters keep their
+    values, and also copies that PEFT trains (`modules_to_save`).
+
+    Args:
+        model, state_dict, prefix, missing: See `accept_hub_names`.
+        stored_names: See `names_in_state_dict`.
+    """
+    own_names = {name: own for name, own in names_under_adapters(model).items() if own in stored_names}
+    inside = {key.removeprefix(prefix): key for key in state_dict if key.startswith(prefix)}
+    given = {name: tensor for name, key in inside.items() if isinstance(tensor := state_dict[key], torch.Tensor)}
+    if not own_names or set(stored_names.values()) >= given.keys():
+        return
+    plain = without_wrappers(model, peft=True)
+    adapter = StateDictAdapter(plain)
+    found = CheckpointNames(plain, adapter, given).found
+    names = {name for name, tensor in found.items() if tensor is not None and tensor.parameters[0] in own_names}
+    given = {name: given[name] for name in names - set(stored_names.values())}
+    if not given:
+        return
+    _require_unmerged(model)
+
+    def own_tensors() -> dict[str, torch.Tensor]:
+        values = model.state_dict()
+        return {name: values[stored_names[own]] for name, own in own_names.items()}
+
+    loaded = _as_own_tensors(plain, adapter, own_tensors, given, missing)
+    for name in given:
+        del state_dict[inside[name]]
+    state_dict.update({f"{prefix}{stored_names[own_names[name]]}": value for name, value in loaded.items()})
+
+
+def _rename_adapted(model: Any, state_dict: dict[str, Any], prefix: str) -> None:
+    """Give the base model's tensors in modules that PEFT replaced their own names, in a model that FSDP1 flattened."""
+    of_adapters = _adapter_parts(model)
+    for name, own in modules_under_adapters(model).items():
+        old, new = f"{prefix}{name}.", f"{prefix}{own}."
+        inside = [key for key in state_dict if key.startswith(old) and not key.startswith(new)]
+        if base := [key for key in inside if of_adapters.isdisjoint(key.split("."))]:
+            _require_unmerged(model)
+            state_dict.update({new + key.removeprefix(old): state_dict.pop(key) for key in base})
+
+
+def _require_unmerged(model: Any) -> None:
+    """Raise if adapters are merged into weights, because PEFT later subtracts them from the weights again.
+
+    Raises:
+        StateDictError: If there are any. Lists all modules.
+    """
+    if merged := merged_modules(model):
+        problems = [Problem(ProblemKind.UNEXPECTED, name, "has adapters merged into its weights") for name in merged]
+        advice = ["call unmerge_adapter() of the PeftModel before loading weights of the base model"]
+        raise StateDictError("state dict does not fit the model", problems, advice)
+
+
 def _convert(
     model: Any, state_dict: dict[str, Any], prefix: str, stored_names: Mapping[str, str], missing: list[str]
 ) -> None:
@@ -172,7 +239,9 @@ def _convert(
     problems = list(_kept_problems(kept, given))
     loaded = {name: value for name, value in given.items() if name not in kept}
     if not stored_names.keys() >= loaded.keys():
-        loaded = _as_own_tensors(model, loaded, missing, problems)
+        plain = without_wrappers(model)
+        adapter, sharding = model.state_dict_adapter, getattr(model, "sharding", None)
+        loaded = _as_own_tensors(plain, adapter, plain.state_dict, loaded, missing, problems, sharding)
     elif problems:
         raise StateDictError("state dict does not fit the model", problems)
     copies = {name: given[name].detach().to("cpu", tensor.spec.dtype, copy=True) for name, tensor in kept.items()}
@@ -203,17 +272,26 @@ def _adapter_parts(model: Any) -> set[str]:
 
 
 def _as_own_tensors(
-    model: Any, given: Mapping[str, torch.Tensor], missing: list[str], problems: Sequence[Problem]
+    model: Any,
+    adapter: StateDictAdapter,
+    own_tensors: Callable[[], Mapping[str, torch.Tensor]],
+    given: Mapping[str, torch.Tensor],
+    missing: list[str],
+    problems: Sequence[Problem] = (),
+    sharding: Any = None,
 ) -> dict[str, torch.Tensor]:
     """Convert tensors under checkpoint names to a model's own. Tensors without a target are returned unchanged.
 
     Args:
-        model, missing: See `accept_hub_names`.
+        model: The model without wrappers.
+        adapter: The model's adapter.
+        own_tensors: Returns the model's own tensors, all or those of the modules that can be loaded.
+        missing: See `accept_hub_names`.
         given: Tensors by name.
         problems: Problems of other tensors, which are raised together with those of `given`.
+        sharding: Sharding state of the model, if `adapter` is its adapter.
     """
-    adapter, plain = model.state_dict_adapter, without_wrappers(model)
-    find = CheckpointNames(plain, adapter, given).found
+    find = CheckpointNames(model, adapter, given).found
     if not problems and all(find[key] is None for key in given if key not in adapter.own):
         return dict(given)
     found = match(
@@ -229,7 +307,7 @@ def _as_own_tensors(
     if problems:
         raise StateDictError("state dict does not fit the model", problems)
     result = {key: tensor for key, tensor in given.items() if find[key] is None}
-    own, sharding = plain.state_dict(), getattr(model, "sharding", None)
+    own = own_tensors()
     for name, sources in found.sources.items():
         if name not in own:
             if sharding is None or name in sharding.names:  # otherwise it belongs to another pipeline stage
