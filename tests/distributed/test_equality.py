@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from jobs import equality
+from jobs import edited_weights, equality
 from world import RanksFailedError, World
 
 from nrl_models import registry
@@ -285,3 +285,10 @@ def test_tp_step_collectives_match_megatron(two: World) -> None:
 
 def test_fused_matmul_uses_updated_weights(two: World) -> None:
     two.run(partial(equality.fused_matmul_uses_updated_weights, tp=2))
+
+
+@pytest.mark.parametrize(("factor", "ranks"), [(2.0, 2), (1.0, 1)], ids=["all ranks", "one rank"])
+def test_hooks_between_linears_that_edit_data(two: World, factor: float, ranks: int) -> None:
+    """Hooks of one rank only must not change the number of collectives."""
+    for differences in two.run(partial(edited_weights.hooks_edit_weights, tp=2), factor, ranks):
+        assert max(differences) <= 1e-4, differences

@@ -83,11 +83,14 @@ class CombinedProjections(nn.Module):
         if self._join_when_run and current_graph_task_id() == -1:
             self.join_projections()
         groups = [group for group in self._groups if group.is_joined or group.always_answers]
-        if groups and (_is_step_of_decoding(args, kwargs) or hooked_module(self) is not None):
+        is_hooked = bool(groups) and hooked_module(self) is not None
+        if groups and (is_hooked or _is_step_of_decoding(args, kwargs)):
             groups = [group for group in groups if group.always_answers]
         running = [(group, run) for group in groups if not group.wrapped(self) and (run := group.begin()) is not None]
         if not running:
             return super().forward(*args, **kwargs)
+        for _, run in running:
+            run.at_calls = is_hooked
         complete = False
         try:
             result = super().forward(*args, **kwargs)

@@ -18,7 +18,8 @@ Shapes: I input features, O output features of a linear, C the sum of all O.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from threading import Lock
 from typing import Any
 
@@ -48,8 +49,6 @@ from nrl_models.common.upstream_torch import (
 
 _LINEAR, _LINEAR_FORWARD = F.linear, nn.Linear.forward
 """Unpatched functions. If either is patched globally, linears run separately."""
-
-_saved_tensors_hooks = saved_tensors_hooks
 
 
 class LinearGroup(nn.Module):
@@ -217,7 +216,7 @@ class LinearGroup(nn.Module):
             return Obstacle(ObstacleKind.MOVED, message)
         if obstacle := obstacle_to_calls(self.linears):
             return obstacle
-        if owner is not None and not self.always_answers and (name := hooked_module(owner)):
+        if owner is not None and (name := hooked_module(owner)):
             return Obstacle(ObstacleKind.HOOK, f"{name} has forward hooks, which may run between their calls")
         if uncalled := ", ".join(self._uncalled):
             message = f"ran separately, or not at all, while others used the fused matmul: {uncalled}"
@@ -270,6 +269,10 @@ class LinearGroup(nn.Module):
         """Return the input of each linear: the same tensor, unless a subclass changes it."""
         return [input] * len(self.names)
 
+    def outputs_at_calls(self, input: torch.Tensor) -> list[Callable[[], torch.Tensor]]:
+        """Return a function for each linear that computes its output from `input` with its weights at that time."""
+        return [partial(OwnForward(linear), input) for linear in self.linears.values()]
+
     def begin(self) -> GroupRun | None:
         """Intercept the linears' calls until `end`. Returns None if the result might differ from separate calls.
 
@@ -279,7 +282,7 @@ class LinearGroup(nn.Module):
             return None
         # Activation checkpointing, a hook on saved tensors, runs the forward again and compares. It would fail if the
         # group were used only the first time.
-        if self._uncalled and _saved_tensors_hooks(True) is None:
+        if self._uncalled and saved_tensors_hooks(True) is None:
             return None
         if F.linear is not _LINEAR or nn.Linear.forward is not _LINEAR_FORWARD:
             return None
@@ -316,9 +319,8 @@ class LinearGroup(nn.Module):
         """
         self.__dict__["_run"] = None
         for linear in run.linears:
-            if isinstance(
-                linear.__dict__.get("forward"), InterceptedForward
-            ):  # unless the forward was replaced during the run
+            # Unless the forward was replaced during the run.
+            if isinstance(linear.__dict__.get("forward"), InterceptedForward):
                 del linear.__dict__["forward"]
         if complete and run.left:
             self.__dict__["_uncalled"] = tuple(

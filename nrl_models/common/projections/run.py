@@ -7,7 +7,7 @@ sequences are decoded, their cost would still be noticeable, so `CombinedProject
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from threading import get_ident
 from typing import Any, NamedTuple, Protocol
 from weakref import ref
@@ -43,6 +43,9 @@ class RunnableGroup(Protocol):
     def compute(self, input: torch.Tensor, weights: JoinedWeights | None, /) -> tuple[torch.Tensor, ...]:
         """Compute each linear's output for `input`."""
 
+    def outputs_at_calls(self, input: torch.Tensor, /) -> list[Callable[[], torch.Tensor]]:
+        """Return a function for each linear that computes its output for `input`."""
+
 
 class GroupRun:
     """One forward of a group's parent module, in one thread.
@@ -52,20 +55,36 @@ class GroupRun:
         linears: The group's linears.
 
     Attributes:
+        at_calls: Whether each linear is computed when it is called, because other code may change its weights before.
         begun: Modes at the start of the forward.
         modes: Modes of the last fused matmul.
-        outputs: Outputs of the last fused matmul that were not returned yet; None for returned ones.
+        outputs: Outputs of the last fused matmul that were not returned yet, or functions that compute them; None for
+            returned ones.
         left: Number of outputs that were not returned yet.
         thread: Thread of the forward.
     """
 
-    __slots__ = ("begun", "group", "input", "left", "linears", "modes", "outputs", "place", "seen", "thread", "version")
+    __slots__ = (
+        "at_calls",
+        "begun",
+        "group",
+        "input",
+        "left",
+        "linears",
+        "modes",
+        "outputs",
+        "place",
+        "seen",
+        "thread",
+        "version",
+    )
 
     def __init__(self, group: RunnableGroup, linears: Sequence[nn.Linear]) -> None:
         self.group, self.linears = group, linears
         self.thread = get_ident()
         self.begun = _modes(linears)
         self.left = 0
+        self.at_calls = False
 
     def take(self, number: int, input: torch.Tensor) -> torch.Tensor | None:
         """Return a linear's output `(..., O)` for `input` `(..., I)`; None if the linear has to run separately."""
@@ -84,11 +103,13 @@ class GroupRun:
         output = self.outputs[number]
         if output is None or input is not self.input or input._version != self.version:
             return None
-        if input.data_ptr() != self.place or not _is_unchanged(self.linears[number], self.seen[number]):
+        if input.data_ptr() != self.place:
+            return None
+        if not self.at_calls and not _is_unchanged(self.linears[number], self.seen[number]):
             return None
         self.outputs[number] = None
         self.left -= 1
-        return output
+        return output if isinstance(output, torch.Tensor) else output()
 
     def _start(self, number: int, input: torch.Tensor) -> torch.Tensor | None:
         """Run the fused matmul if separate calls would give the same result, and keep the other linears' outputs."""
@@ -99,11 +120,12 @@ class GroupRun:
         if weights is None and not group.always_answers:
             return None
         self.remember(input)
-        outputs = group.compute(input, weights)
-        self.outputs: list[torch.Tensor | None] = list(outputs)
+        outputs = group.outputs_at_calls(input) if self.at_calls else group.compute(input, weights)
+        self.outputs: list[torch.Tensor | Callable[[], torch.Tensor] | None] = list(outputs)
         self.outputs[number] = None
         self.left = len(outputs) - 1
-        return outputs[number]
+        output = outputs[number]
+        return output if isinstance(output, torch.Tensor) else output()
 
     def remember(self, input: torch.Tensor) -> None:
         """Record the input and the current weights of the linears, from which the outputs are computed."""

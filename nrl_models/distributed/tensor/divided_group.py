@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.nn import functional as F
 
 from nrl_models.common.projections import LinearGroup
 from nrl_models.common.projections.group_memory import JoinedWeights
@@ -50,6 +53,11 @@ class DividedGroup(LinearGroup):
             for linear, output in zip(self.linears.values(), super().outputs_with(input, weights), strict=True)
         )
 
+    def outputs_at_calls(self, input: torch.Tensor) -> list[Callable[[], torch.Tensor]]:
+        """Return a function for each linear that computes its output, see `LinearGroup`. Enters the region once."""
+        pairs = zip(self.linears.values(), self.inputs_of_linears(input), strict=True)
+        return [partial(_output_of, linear, each) for linear, each in pairs]
+
     def inputs_of_linears(self, input: torch.Tensor) -> list[torch.Tensor]:
         """Return the input of each linear. Sharded linears share one input that has entered the sharded region."""
         if not self.always_answers:
@@ -85,6 +93,12 @@ class DividedGroup(LinearGroup):
             parameter._local_tensor = neighbor
         else:
             super().set_memory(parameter, neighbor)
+
+
+def _output_of(linear: nn.Linear, input: torch.Tensor) -> torch.Tensor:
+    """Compute the output of a linear whose input has entered the sharded region."""
+    output = F.linear(input, linear.weight, linear.bias)
+    return linear.exchange(output) if isinstance(linear, LinearOfWholeInput) else output
 
 
 def _is_linear_of_whole_input(cls: Any) -> bool:
