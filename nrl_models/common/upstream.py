@@ -129,6 +129,16 @@ def cache_in(values: Mapping[str, Any]) -> Any:
     return next((values[name] for name in CACHE_NAMES if name in present and values[name] is not None), None)
 
 
+def cache_requires_grad(cache: Any) -> bool:
+    """Return True if a tensor in a key-value cache requires a gradient."""
+    if cache is None or isinstance(cache, torch.Tensor):
+        return cache is not None and cache.requires_grad
+    if isinstance(cache, (list, tuple)):
+        return any(map(cache_requires_grad, cache))
+    names = ("layers", "keys", "values", "self_attention_cache", "cross_attention_cache")
+    return any(cache_requires_grad(getattr(cache, name, None)) for name in names)
+
+
 def named_arguments(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Return all arguments of a call by name, as the installed signature of `function` names them.
 

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from nrl_models.common.modules import class_name
-from nrl_models.common.upstream import cache_in
+from nrl_models.common.upstream import CACHE_NAMES, cache_in, cache_requires_grad
 from nrl_models.distributed.mesh import gather_over, reporting_dead_ranks, size_of
 from nrl_models.distributed.tensor.regions import observed_by
 from nrl_models.errors import Problem, ProblemKind, ShardingError
@@ -75,6 +75,7 @@ def checked_forward(model: ChecksForward, args: Sequence[Any], kwargs: Mapping[s
     draws: RandomDraws | None = None
     if torch.is_grad_enabled():
         require_no_later_parameters(model, sharding.mesh, sharding.slots)
+        _require_no_trained_prefix(model, sharding.mesh, kwargs)
     if sharding.stages is None and (torch.is_grad_enabled() or not _continues_cache(kwargs)):
         inputs = {f"argument {number}": value for number, value in enumerate(args)} | dict(kwargs)
         draws = require_same_batch(sharding.mesh, inputs)
@@ -185,6 +186,22 @@ def require_no_later_parameters(module: nn.Module, mesh: DeviceMesh, slots: Slot
                 "nrl_models.distributed.parallelize(model, mesh); with LoRA over fsdp alone"
             ],
         )
+
+
+@torch.compiler.disable
+def _require_no_trained_prefix(model: nn.Module, mesh: DeviceMesh, kwargs: Mapping[str, Any]) -> None:
+    """Check that a frozen model does not get a key-value cache with gradients, as from PEFT's prefix tuning.
+
+    Raises:
+        ShardingError: If it does.
+    """
+    cache = cache_in(kwargs) if mesh.size() > 1 else None
+    if cache is None or not cache_requires_grad(cache) or any(each.requires_grad for each in model.parameters()):
+        return
+    detail = "has gradients of parameters outside the sharded model: each rank would train its own values"
+    advice = "train LoRA instead of a prefix: add the adapter before sharding, and use fsdp alone"
+    problem = Problem(ProblemKind.RANK, next(name for name in CACHE_NAMES if name in kwargs), detail)
+    raise ShardingError(f"{class_name(model)} is sharded, but the trained prefix is not", [problem], [advice])
 
 
 # Batches and random numbers

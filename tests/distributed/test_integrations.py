@@ -402,6 +402,11 @@ def test_parameters_added_after_sharding_raise(
     assert not (tmp_path / "saved").exists()
 
 
+@pytest.mark.parametrize("sizes", [{"fsdp": 2}, {"tp": 2}], ids=["fsdp", "tp"])
+def test_trained_prefix_of_sharded_model_raises(two: World, sizes: dict[str, int]) -> None:
+    assert two.run(partial(integrations.trained_prefix, **sizes)) == [("past_key_values",)] * 2
+
+
 def test_copied_head_trains_under_tensor_parallelism(two: World) -> None:
     assert max(two.run(partial(integrations.copied_head_trains, tp=2))) <= 1e-6
 

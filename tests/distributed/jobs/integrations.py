@@ -129,6 +129,19 @@ def later_parameters_raise(folder: str, kind: str, **sizes: int) -> list[tuple[s
     return named
 
 
+def trained_prefix(**sizes: int) -> tuple[str, ...]:
+    """Run a sharded model with PEFT's prefix tuning, which adds a trained cache. Returns the subjects of the error."""
+    import peft
+
+    case = case_of("LlamaForCausalLM")
+    model: Any = parallelize(copy.deepcopy(case.model()).train(), mesh_of(**sizes))
+    model = peft.get_peft_model(model, peft.PrefixTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM"))
+    (batch,) = batches(case, 1)
+    with pytest.raises(ShardingError, match="outside the sharded model") as caught:
+        model(**batch)
+    return tuple(problem.subject for problem in caught.value.problems)
+
+
 def copied_head_trains(**sizes: int) -> float:
     """Return the gradient difference of a sharded head copied by PEFT (`modules_to_save`), relative to one process."""
     case = case_of("LlamaForCausalLM")
