@@ -162,7 +162,7 @@ def _convert_complete(adapter: StateDictAdapter, state_dict: dict[str, Any], pre
 def _convert_adapted(
     model: Any, state_dict: dict[str, Any], prefix: str, stored_names: Mapping[str, str], missing: list[str]
 ) -> None:
-    """Implement `accept_hub_names` for the base model's tensors in modules that PEFT replaced.
+    """Implement `accept_hub_names` for the base model's tensors in a model with PEFT adapters.
 
     Names are those of the base model, in which a module has the name that it had without adapters. Adapters keep their
     values, and also copies that PEFT trains (`modules_to_save`).
@@ -176,14 +176,20 @@ def _convert_adapted(
     given = {name: tensor for name, key in inside.items() if isinstance(tensor := state_dict[key], torch.Tensor)}
     if not own_names or set(stored_names.values()) >= given.keys():
         return
+    adapted = set(own_names)
+    if getattr(model, "sharding", None) is None:  # conversions may not apply to names of adapters
+        own_names |= {name: name for name in stored_names.keys() - own_names.values()}
     plain = without_wrappers(model, peft=True)
     adapter = StateDictAdapter(plain)
     found = CheckpointNames(plain, adapter, given).found
-    names = {name for name, tensor in found.items() if tensor is not None and tensor.parameters[0] in own_names}
+    names = {
+        name for name, tensor in found.items() if tensor is not None and own_names.keys() >= set(tensor.parameters)
+    }
     given = {name: given[name] for name in names - set(stored_names.values())}
     if not given:
         return
-    _require_unmerged(model)
+    if any(not adapted.isdisjoint(found[name].parameters) for name in given):
+        _require_unmerged(model)
 
     def own_tensors() -> dict[str, torch.Tensor]:
         values = model.state_dict()
