@@ -181,14 +181,13 @@ def _convert_adapted(
         own_names |= {name: name for name in stored_names.keys() - own_names.values()}
     plain = without_wrappers(model, peft=True)
     adapter = StateDictAdapter(plain)
-    found = CheckpointNames(plain, adapter, given).found
-    names = {
-        name for name, tensor in found.items() if tensor is not None and own_names.keys() >= set(tensor.parameters)
-    }
+    targets = CheckpointNames(plain, adapter, given).found
+    found = {name: tensor.parameters for name, tensor in targets.items() if tensor is not None}
+    names = {name for name, parameters in found.items() if own_names.keys() >= set(parameters)}
     given = {name: given[name] for name in names - set(stored_names.values())}
     if not given:
         return
-    if any(not adapted.isdisjoint(found[name].parameters) for name in given):
+    if any(not adapted.isdisjoint(found[name]) for name in given):
         _require_unmerged(model)
 
     def own_tensors() -> dict[str, torch.Tensor]:

@@ -32,6 +32,7 @@ def test_merged_adapters_can_be_disabled(family_case: FamilyCase) -> None:
         adapted.merge_adapter()
         with torch.no_grad(), adapted.disable_adapter():
             outputs.append(adapted.get_base_model()(**inputs)[0])
-    assert_close(*outputs, scale=10, message="adapters disabled after merging")
+    ours, theirs = outputs
+    assert_close(ours, theirs, scale=10, message="adapters disabled after merging")
     with torch.no_grad():
-        assert_close(outputs[0], family_case.model()(**inputs)[0], scale=100, message="the model without adapters")
+        assert_close(ours, family_case.model()(**inputs)[0], scale=100, message="the model without adapters")
