@@ -424,6 +424,7 @@ def test_different_floats_in_one_group_raise(two: World, dimension: str) -> None
     assert run("") == [()] * 2  # the mask has infinite values
     assert run("order") == [("inputs_embeds",)] * 2
     assert run("mask") == [("attention_mask",)] * 2
+    assert run("list") == [("images['pixels'][1]",)] * 2
 
 
 def test_different_batches_over_fsdp_are_allowed(two: World, four: World) -> None:

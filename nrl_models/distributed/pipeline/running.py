@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from nrl_models.common.documents.layers import DecoderByDocument
 from nrl_models.common.documents.packing import start_again
 from nrl_models.common.modules import own_parameters
-from nrl_models.distributed.forward_checks import exact_digest, require_same_batch
+from nrl_models.distributed.batch_checks import exact_digest, require_same_batch
 from nrl_models.distributed.mesh import agree, agreed, rank_in
 from nrl_models.distributed.pipeline.fsdp_gradients import free_gathered, gradients_divided_once
 from nrl_models.distributed.pipeline.schedules import Schedule

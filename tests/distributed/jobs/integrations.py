@@ -16,6 +16,7 @@ from jobs.equality import expected, full_gradients, step
 from jobs.setting import batches, case_of, full, mesh_of, train
 from nrl_models import AutoModelForCausalLM
 from nrl_models.distributed import load_checkpoint, parallelize, save_checkpoint
+from nrl_models.distributed.batch_checks import require_same_batch
 from nrl_models.distributed.mesh import rank_in, size_of
 from nrl_models.errors import ShardingError, StateDictError
 
@@ -184,7 +185,12 @@ def embeddings_must_be_equal(fault: str, **sizes: int) -> tuple[str, ...]:
         embeddings = embeddings.flip(0)
     if fault == "mask" and dist.get_rank():
         mask[0, 0, 5, 0] = float("-inf")
+    images = {
+        "size": torch.ones(2),
+        "pixels": [torch.ones(3), torch.ones(3) * (dist.get_rank() if fault == "list" else 1)],
+    }
     try:
+        require_same_batch(model.sharding.mesh, {"images": images})
         model(inputs_embeds=embeddings, attention_mask=mask, labels=labels, use_cache=False).loss.backward()
     except ShardingError as error:
         return tuple(problem.subject for problem in error.problems)

@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from nrl_models.distributed.forward_checks import exact_digest
+from nrl_models.distributed.batch_checks import exact_digest
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.int32, torch.bool]
 
