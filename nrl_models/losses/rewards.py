@@ -31,13 +31,7 @@ def group_advantages(rewards: torch.Tensor, *, scale: bool) -> torch.Tensor:
     if not isinstance(scale, bool):
         raise UnknownArgumentError(f"scale={scale!r}: expected True or False")
     _require_finite(rewards)
-    # The mean of equal rewards may be rounded, so subtract one of the rewards first.
-    behind = rewards.double() - rewards[:, :1].double()
-    advantages = behind - behind.mean(1, keepdim=True)
-    if scale:
-        spread = behind.std(1, keepdim=True) if behind.shape[1] > 1 else torch.zeros_like(behind)
-        advantages = advantages / (spread + SMALLEST_SPREAD)
-    advantages = advantages.float()
+    advantages = unchecked_advantages(rewards, scale=scale)
     if bool((~advantages.isfinite()).any()):
         group = int((~advantages.isfinite()).nonzero()[0, 0])
         raise NonFiniteError(
@@ -45,6 +39,17 @@ def group_advantages(rewards: torch.Tensor, *, scale: bool) -> torch.Tensor:
             f"{rewards[group].max().item():g}: their differences exceed the range of fp32"
         )
     return advantages
+
+
+def unchecked_advantages(rewards: torch.Tensor, *, scale: bool) -> torch.Tensor:
+    """Compute `group_advantages`, without its checks: a group that exceeds the range of fp32 has infinite values."""
+    # The mean of equal rewards may be rounded, so subtract one of the rewards first.
+    behind = rewards.double() - rewards[:, :1].double()
+    advantages = behind - behind.mean(1, keepdim=True)
+    if scale:
+        spread = behind.std(1, keepdim=True) if behind.shape[1] > 1 else torch.zeros_like(behind)
+        advantages = advantages / (spread + SMALLEST_SPREAD)
+    return advantages.float()
 
 
 def _require_finite(rewards: torch.Tensor) -> None:

@@ -29,7 +29,6 @@ from nrl_models.losses import (
     Normalize,
     RatioLevel,
     clipped_share,
-    group_advantages,
     importance_weights,
     overlong_penalty,
     policy_loss,
@@ -37,6 +36,7 @@ from nrl_models.losses import (
     token_weights,
 )
 from nrl_models.losses.named import PolicyLoss
+from nrl_models.losses.rewards import unchecked_advantages
 from nrl_models.recipes.policy_batch import Question, Rollouts, SampleBatch, finite_groups
 from nrl_models.recipes.recipe import NonFinite
 from nrl_models.recipes.weight_updates import clipped_update, computing_in
@@ -175,21 +175,23 @@ class PolicyLoop:
             tokens += sum(len(sample.tokens) for sample in samples)
             completions += len(samples)
             rows = [question.row for question in repeated]
-            usable = finite_groups(samples, self.group, self.on_non_finite, {"reward": given}, rows)
-            skipped += int((~usable).sum())
             shaped = given
             if settings.overlong_buffer:
                 lengths = torch.tensor([len(sample.tokens) for sample in samples])
                 shaped = given + overlong_penalty(
                     lengths, self.new_tokens, settings.overlong_buffer, settings.overlong_penalty
                 )
-            shaped = shaped.view(-1, self.group)
+            finite = rewards[-1].isfinite().all(1, keepdim=True)
+            found = unchecked_advantages(shaped.view(-1, self.group).where(finite, 0.0), scale=settings.scale_rewards)
+            values = {"reward": given, "advantage": found.flatten()}
+            usable = finite_groups(samples, self.group, self.on_non_finite, values, rows)
+            skipped += int((~usable).sum())
             teach = usable.clone()
             if settings.dynamic_sampling:
                 teach[usable] = teaching_groups(rewards[-1][usable])
             for place in teach.nonzero()[:, 0].tolist()[: count - len(kept) // self.group]:
                 kept += samples[place * self.group : (place + 1) * self.group]
-                advantages.append(group_advantages(shaped[place, None], scale=settings.scale_rewards)[0])
+                advantages.append(found[place])
             if len(kept) == count * self.group:
                 break
         else:

@@ -299,6 +299,55 @@ def test_excluded_tokens_are_masked(
     assert measured["gradient_norm"] < 100
 
 
+class _Replacing(torch.optim.SGD):
+    """An optimizer whose steps replace the parameter's values by `values`."""
+
+    values: torch.Tensor
+
+    def step(self, closure: Any = None) -> None:
+        self.param_groups[0]["params"][0].data.copy_(self.values)
+
+
+@pytest.mark.parametrize("flat_first", [False, True])
+@pytest.mark.parametrize("correction", [None, Correction("tis")])
+def test_support_may_change_between_updates(
+    make: Callable[..., PolicyLoop], flat_first: bool, correction: Correction | None
+) -> None:
+    """A token counts in the second update if the policy can sample it then and at the start of the step.
+
+    A flat policy has equal logits for all tokens, so `top_k` excludes none of them.
+    """
+    temperature = 0.8
+    loop = make("grpo", updates=2, correction=correction, sampling=Sampling(temperature=temperature, top_k=40))
+    sharp, head = copy.deepcopy(loop.model), loop.model.lm_head.weight
+    optimizer = _Replacing([head], lr=0.0)
+    optimizer.values = head.detach().clone() if flat_first else torch.zeros_like(head)
+    head.data.mul_(not flat_first)
+    loop = dataclasses.replace(loop, optimizer=optimizer)
+    ids = torch.randint(16, 480, (8, 4), generator=torch.Generator().manual_seed(1))
+    ids[::3, 2] = sharp(input_ids=ids[::3, :2]).logits[:, -1].argmax(-1)
+    start = reference_logprobs(sharp, ids, temperature, 40)
+    inside, flat = start.isfinite(), torch.full_like(start, -math.log(512))
+    assert 0 < inside[4:].sum() < 8
+    old, now = (flat, start) if flat_first else (start, flat)
+    engine = torch.where(old.isfinite(), old, -3.0) + 0.1
+    samples = [
+        Sample(tuple(row[:2]), tuple(row[2:]), tuple(logprobs), "stop")
+        for row, logprobs in zip(ids.tolist(), engine.tolist(), strict=True)
+    ]
+    advantages = torch.tensor([1.0, -1.0, 0.5, -0.5] * 2)
+    measured = loop.learn(Rollouts(samples, advantages, advantages.view(2, 4), 1.0, 2.0))
+    weight = 1.0 if correction is None else math.exp(-0.1)
+    ratio = torch.where(inside, now - old, 0.0).exp()
+    gains = torch.minimum(ratio * advantages[:, None], ratio.clamp(0.8, 1.2) * advantages[:, None])
+    counted = torch.cat([old[:4].isfinite(), inside[4:]])
+    gains[:4] = advantages[:4, None]  # the first update starts from the policy
+    expected = -weight * torch.where(counted, gains, 0.0).sum() / 2 / 4 / 2
+    assert measured["loss"] == pytest.approx(expected.item(), rel=1e-3)
+    assert measured["outside"] == (~counted).sum()
+    assert measured["token_mult_prob_error"] == pytest.approx(math.exp(0.1), rel=1e-4)
+
+
 # Nonfinite values
 
 
@@ -380,6 +429,26 @@ def test_step_without_finite_rewards_changes_nothing(make: Callable[..., PolicyL
     assert torch.equal(weights(loop), before)
     loop = dataclasses.replace(loop, reward=lambda row, completion, ended: float(len(completion) % 3))
     assert math.isfinite(loop.step(questions(), 2, seed=1)["reward"])
+
+
+def test_groups_whose_advantages_overflow_raise_or_are_skipped(make: Callable[..., PolicyLoop]) -> None:
+    """All rewards are finite in fp32, and the first group's differences from their mean are not."""
+    counted = itertools.count()
+
+    def reward(row: int, completion: str, ended: bool) -> float:
+        number = next(counted)
+        return float(number % 2) if number > 3 else -3e38 if number else 3e38
+
+    loop = make("dr_grpo", reward=reward)
+    before = weights(loop)
+    with pytest.raises(NonFiniteError, match=r"advantage of completion 0 is inf, to question 0 \(0\)"):
+        loop.step(questions(), 2, seed=0)
+    assert torch.equal(weights(loop), before)
+    counted = itertools.count()
+    metrics = dataclasses.replace(loop, on_non_finite="skip").step(questions(), 2, seed=0)
+    assert (metrics["skipped"], metrics["groups"]) == (1, 1)
+    assert weights(loop).isfinite().all()
+    assert not torch.equal(weights(loop), before)
 
 
 def test_update_of_overflowing_rewards_is_skipped(make: Callable[..., PolicyLoop]) -> None:
