@@ -12,7 +12,7 @@ from nrl_models.errors import HeadError
 from nrl_models.logprobs import token_logprobs
 from nrl_models.testing.case import FamilyCase
 from nrl_models.testing.features import applies_to
-from nrl_models.testing.suite.conditions import generates, takes_text
+from nrl_models.testing.suite.conditions import generates, reads_what_it_writes, takes_text
 
 UNSUPPORTED = {
     "BlipForConditionalGeneration": "has no output embedding",
@@ -50,3 +50,32 @@ def test_token_logprobs_match_reference_logits(family_case: FamilyCase) -> None:
     expected = logs.gather(-1, input_ids[:, 1:, None])[..., 0]
     torch.testing.assert_close(result.logprobs[:, 1:], expected, rtol=0, atol=1e-4)
     torch.testing.assert_close(result.entropy[:, 1:], -(logs.exp() * logs).sum(-1), rtol=1e-4, atol=1e-4)
+
+
+@applies_to(generates, reads_what_it_writes, takes_text)
+@pytest.mark.parametrize("images", [False, True], ids=["text", "images"])
+def test_mask_of_ones_does_not_change_logprobs(family_case: FamilyCase, images: bool) -> None:
+    """The model computes its positions from token IDs or images, with a mask of ones as without a mask."""
+    inputs = family_case.inputs(images=images, length=14)
+    ids = inputs.pop("input_ids")
+    inputs.pop("attention_mask", None)
+    if images and not inputs:
+        return  # the class takes only text
+    masks = [{}, *({"attention_mask": torch.ones_like(ids, dtype=dtype)} for dtype in (torch.long, torch.bool))]
+    with torch.no_grad():
+        try:
+            logits = family_case.reference()(input_ids=ids, use_cache=False, **inputs).logits
+            scored = ids < logits.shape[-1]  # IDs of image placeholders may be larger than the vocabulary
+            results = [
+                token_logprobs(family_case.model(), ids, score=scored, chunk_size=None, **inputs, **mask)
+                for mask in masks
+            ]
+        except Exception as error:  # transformers' class does not run on text only, or ours does not support it
+            for mask in masks:
+                with pytest.raises((type(error), HeadError)):
+                    token_logprobs(family_case.model(), ids, chunk_size=None, **inputs, **mask)
+            return
+    expected = logits.log_softmax(-1)[:, :-1].gather(-1, ids[:, 1:, None].clamp_max(logits.shape[-1] - 1))[..., 0]
+    for result in results:
+        assert torch.equal(result.mask[:, 1:], scored[:, 1:])
+        torch.testing.assert_close(result.logprobs[:, 1:], expected * scored[:, 1:], rtol=0, atol=1e-4)
