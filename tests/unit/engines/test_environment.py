@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -10,11 +11,15 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
 
 from nrl_models.engines.processes.environment import EnvironmentEngine
 from nrl_models.engines.processes.worker_engine import WorkerEngine
 from nrl_models.engines.processes.worker_process import WorkerProcess
 from nrl_models.errors import EngineError
+from nrl_models.inputs.tokenizers import end_tokens
+from nrl_models.loading.read_config import read_config
 from nrl_models.logprobs import Sampling
 
 DESCRIBED = {
@@ -106,6 +111,28 @@ def test_close_worker_that_died_before_first_request() -> None:
     with pytest.raises(EngineError, match=r"It died \(exit status 3\)"):
         worker.ask({"path": "model"})
     worker.close()
+
+
+def test_end_tokens_of_checkpoint_are_sent(
+    engine_with: Callable[..., EnvironmentEngine], tmp_path: Path, checkpoint: Path
+) -> None:
+    """vLLM's generation configuration lacks the tokenizer's end token."""
+    folder = shutil.copytree(checkpoint, tmp_path / "copy")
+    tokenizer = Tokenizer(models.WordLevel({f"t{token}": token for token in range(512)}, unk_token="t0"))
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="t9").save_pretrained(folder)
+    (folder / "generation_config.json").write_text('{"eos_token_id": [5]}')
+    with engine_with(DESCRIBED, sample(finish_reason="stop"), sample()) as engine:
+        engine.path = str(folder)
+        for ignore_end in (False, True):
+            engine.generate([[5, 6]], Sampling(), max_new_tokens=2, ignore_end=ignore_end)
+    _, *lines = (tmp_path / "seen.json").read_text().splitlines()
+    requests = [json.loads(json.loads(line)[1])["sampling"] for line in lines]
+    assert [request["ignore_eos"] for request in requests] == [False, True]
+    assert [request.get("stop_token_ids") for request in requests] == [
+        list(end_tokens(folder, read_config(folder))),
+        None,
+    ]
+    assert {5, 9} <= {*requests[0]["stop_token_ids"]}
 
 
 UNREADABLE: list[tuple[Any, str]] = [
