@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 import torch
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
 
 from nrl_models.engines.engine_types import NamedTensor
 from nrl_models.engines.hf import HFEngine
@@ -250,6 +252,22 @@ def test_unsupported_sampling_raises(pair_of: Callable[[str], Pair]) -> None:
     with pytest.raises(EngineError, match="max_new_tokens=0: expected a whole number of at least 1"):
         engine.generate(PROMPTS, Sampling(), max_new_tokens=0)
     assert len(engine.generate(PROMPTS, Sampling(2.0), max_new_tokens=1)) == 2
+
+
+def test_tokenizer_eos_token_stops_completion(vllm: OneEngine, tmp_path: Path) -> None:
+    """Its end token is missing in the configurations. Tokens past it are sampled only with `ignore_end`."""
+    pair = Pair("LlamaForCausalLM", vllm, tmp_path)
+    trainer = HFEngine(pair.model, "trainer")
+    (unstopped,) = trainer.generate(PROMPTS[:1], Sampling(0.0), max_new_tokens=8)
+    end = unstopped.tokens[3]
+    vocabulary = {f"t{token}": token for token in range(pair.model.config.vocab_size)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="t0"))
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=f"t{end}").save_pretrained(tmp_path)
+    engine = pair.engine
+    (stopped,) = engine.generate(PROMPTS[:1], Sampling(0.0), max_new_tokens=8, ignore_end=False)
+    assert stopped.tokens == unstopped.tokens[: unstopped.tokens.index(end) + 1]
+    assert stopped.finish_reason == "stop"
+    assert engine.generate(PROMPTS[:1], Sampling(0.0), max_new_tokens=8)[0].tokens == unstopped.tokens
 
 
 @pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Gemma3ForCausalLM"])
