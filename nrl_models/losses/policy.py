@@ -142,11 +142,11 @@ def policy_loss(
     counted = weights > 0
     gain = torch.where(counted, advantages.to(difference)[:, None], 0.0)
     factor = 1.0 if correction is None else torch.where(counted, correction.detach().to(gain), 0.0)
-    ratio = _bounded(difference, gain * factor).exp()
+    ratio = _bounded(difference, gain * factor, logprobs.dtype).exp()
     terms = -torch.minimum(ratio * gain, ratio.clamp(1.0 - eps_low, 1.0 + eps_high) * gain) * factor
     if reference is not None:
         behind = behind.clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
-        terms = terms + kl * (_bounded(behind, behind.new_tensor(kl)).expm1() - behind)
+        terms = terms + kl * (_bounded(behind, behind.new_tensor(kl), logprobs.dtype).expm1() - behind)
     return (terms * weights).sum()
 
 
@@ -175,9 +175,12 @@ def _difference(first: torch.Tensor, second: torch.Tensor, weights: torch.Tensor
     return torch.where(weights > 0, first.to(wide) - second.to(first.device, wide), 0.0)
 
 
-def _bounded(values: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
-    """Limit the values so that `exp(values) * factor` is finite. Their gradient is not limited."""
-    bound = math.log(torch.finfo(values.dtype).max) - ROOM - factor.abs().clamp(min=1.0).log()
+def _bounded(values: torch.Tensor, factor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Limit the values so that `exp(values) * factor` is finite, also in `dtype`. Their gradient is not limited."""
+    room = ROOM + factor.abs().clamp(min=1.0).log()
+    bound = math.log(torch.finfo(values.dtype).max) - room
+    if torch.finfo(dtype).max < torch.finfo(values.dtype).max:  # fp16. A factor alone may exceed it
+        bound = torch.minimum(bound, (math.log(torch.finfo(dtype).max) - room).clamp(min=0.0))
     values = values.clamp(max=LARGEST_LOG_RATIO)
     return torch.where(values > bound, bound + (values - values.detach()), values)
 

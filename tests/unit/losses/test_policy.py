@@ -187,6 +187,23 @@ def test_kl_penalty_is_finite_for_any_reference(behind: float) -> None:
         assert -math.inf < logprobs.grad.item() < -1e30, "the update raises the token's probability"
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("kl", [0.0, 0.5])
+def test_gradient_is_finite_in_every_dtype(dtype: torch.dtype, kl: float) -> None:
+    values = torch.tensor([[-6e4, -1.0, 0.0, 5.0, 11.0, 90.0, 6e4]], dtype=dtype)
+    for sign in (-1.0, 1.0):
+        logprobs = values.clone().requires_grad_()
+        more = {"reference": -values, "kl": kl} if kl else {}
+        loss = policy_loss(logprobs, 0.0 * values, torch.tensor([sign]), torch.ones(1, 7), **more)
+        loss.backward()
+        assert math.isfinite(loss.item())
+        assert logprobs.grad.isfinite().all()
+        if sign < 0.0 and not kl:
+            torch.testing.assert_close(
+                logprobs.grad[0, 2:4].double(), torch.tensor([1.0, math.exp(5)]).double(), rtol=0.01, atol=0
+            )
+
+
 @pytest.mark.parametrize("advantage", [math.nan, math.inf])
 def test_sequence_with_zero_weights_is_ignored(advantage: float) -> None:
     weights = token_weights(torch.tensor([[True, True], [False, False]]), Normalize.TOKEN)
