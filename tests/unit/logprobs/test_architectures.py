@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
 import re
+from typing import Any
 
 import pytest
 import torch
 
-from nrl_models.common.upstream import has_reached
+from nrl_models.common.documents.packing import token_positions
+from nrl_models.common.upstream import computes_positions, has_reached
 from nrl_models.errors import HeadError
 from nrl_models.logprobs import token_logprobs
 from nrl_models.testing.case import FamilyCase
@@ -79,3 +82,31 @@ def test_mask_of_ones_does_not_change_logprobs(family_case: FamilyCase, images: 
     for result in results:
         assert torch.equal(result.mask[:, 1:], scored[:, 1:])
         torch.testing.assert_close(result.logprobs[:, 1:], expected * scored[:, 1:], rtol=0, atol=1e-4)
+
+
+@applies_to(generates, reads_what_it_writes, takes_text)
+def test_mask_with_holes_gives_logprobs_of_reference(family_case: FamilyCase) -> None:
+    """Positions count tokens, as in `generate`, unless the model computes them from token IDs."""
+    ids = family_case.inputs(images=False, length=14)["input_ids"]
+    mask = torch.ones_like(ids)
+    mask[0, 1] = mask[0, 4:6] = mask[0, -2:] = mask[1, 3::2] = 0
+    inputs: dict[str, Any] = {"attention_mask": mask, "use_cache": False}
+    takes_positions = "position_ids" in inspect.signature(family_case.reference_class.forward).parameters
+    if takes_positions and not computes_positions(family_case.reference(), media=False):
+        inputs["position_ids"] = token_positions(mask)
+    with torch.no_grad():
+        try:
+            logits = family_case.reference()(input_ids=ids, **inputs).logits
+            results = [
+                token_logprobs(family_case.model(), ids, attention_mask=mask.to(dtype), chunk_size=None)
+                for dtype in (torch.long, torch.bool, torch.float32)
+            ]
+        except Exception as error:  # transformers' class does not run on text only, or ours does not support it
+            with pytest.raises((type(error), HeadError)):
+                token_logprobs(family_case.model(), ids, chunk_size=None)
+            return
+    expected = logits.log_softmax(-1)[:, :-1].gather(-1, ids[:, 1:, None])[..., 0]
+    scored = mask[:, 1:].bool() & mask[:, :-1].bool()
+    for result in results:
+        assert torch.equal(result.mask[:, 1:], scored)
+        torch.testing.assert_close(result.logprobs[:, 1:], expected * scored, rtol=0, atol=1e-4)
