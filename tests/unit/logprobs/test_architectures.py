@@ -59,12 +59,15 @@ def test_token_logprobs_match_reference_logits(family_case: FamilyCase) -> None:
 @pytest.mark.parametrize("images", [False, True], ids=["text", "images"])
 def test_mask_of_ones_does_not_change_logprobs(family_case: FamilyCase, images: bool) -> None:
     """The model computes its positions from token IDs or images, with a mask of ones as without a mask."""
-    inputs = family_case.inputs(images=images, length=14)
+    inputs: dict[str, Any] = dict(family_case.inputs(images=images, length=14))
     ids = inputs.pop("input_ids")
     inputs.pop("attention_mask", None)
     if images and not inputs:
         return  # the class takes only text
-    masks = [{}, *({"attention_mask": torch.ones_like(ids, dtype=dtype)} for dtype in (torch.long, torch.bool))]
+    masks: list[dict[str, Any]] = [
+        {},
+        *({"attention_mask": torch.ones_like(ids, dtype=dtype)} for dtype in (torch.long, torch.bool)),
+    ]
     with torch.no_grad():
         try:
             logits = family_case.reference()(input_ids=ids, use_cache=False, **inputs).logits
