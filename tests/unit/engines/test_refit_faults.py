@@ -194,6 +194,17 @@ def test_values_exceeding_engine_dtype_raise(
     engine.refit(weights.items())
 
 
+@pytest.mark.parametrize("dtype", [torch.int32, torch.float8_e4m3fn, torch.bool], ids=str)
+def test_refit_with_wrong_kind_of_dtype_raises(
+    trainer: HFEngine, engine: HFEngine, prompts: list[list[int]], dtype: torch.dtype
+) -> None:
+    before = [row[1:] for row in engine.score(prompts, Sampling())]
+    name, tensor = next(iter(trainer.model.state_dict_adapter.iter_export(trainer.model)))
+    with pytest.raises(EngineError, match=rf"{name} was sent as {str(dtype)[6:]}, and the engine holds float32 there"):
+        engine.refit([(name, (tensor * 100).to(dtype))])
+    assert [row[1:] for row in engine.score(prompts, Sampling())] == before
+
+
 class CopyingModel(torch.nn.Module):
     """A model whose loader writes with `Tensor.copy_`, as vLLM's do."""
 
