@@ -7,7 +7,7 @@ resizing, or by quantization.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Set
+from collections.abc import Collection, Iterable, Iterator, Set
 from contextlib import contextmanager
 from typing import Any
 
@@ -91,8 +91,15 @@ def _memory_of(tensor: torch.Tensor) -> tuple[object, ...]:
     return tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
 
 
-def require_declared_ties(model: PreTrainedModel, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Check that no tensors to save share memory, except ties that transformers leaves out of files.
+def with_separate_ties(model: PreTrainedModel, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return tensors to save without shared memory, so that transformers writes all of them.
+
+    transformers leaves out tensors that share memory if the class can tie them, even if the configuration does not.
+    The result has copies of these. Current ties are not in `tensors`.
+
+    Args:
+        model: The model.
+        tensors: Tensors to save, without the second names of current ties.
 
     Raises:
         StateDictError: If some do, such as those of a layer that a model uses twice. Lists all of them.
@@ -102,9 +109,9 @@ def require_declared_ties(model: PreTrainedModel, tensors: Mapping[str, torch.Te
         if type(tensor) in _PLAIN and tensor.numel() > 0 and not tensor.is_meta:
             names.setdefault(_memory_of(tensor), []).append(name)
     if not (shared := [group for group in names.values() if len(group) > 1]):
-        return
+        return tensors
     try:
-        remove_tied_weights_from_state_dict(dict(tensors), model)
+        written = remove_tied_weights_from_state_dict(dict(tensors), model)
     except RuntimeError as error:
         problems = [
             Problem(ProblemKind.TIED, name, f"is the same tensor as {kept}, and the configuration does not tie them")
@@ -115,6 +122,7 @@ def require_declared_ties(model: PreTrainedModel, tensors: Mapping[str, torch.Te
             "save copies, save_pretrained(folder, state_dict={name: tensor.clone() for ...}), or copy the module first"
         )
         raise StateDictError(f"{type(model).__name__} shares tensors between names", problems, [advice]) from error
+    return {name: tensor if name in written else tensor.clone() for name, tensor in tensors.items()}
 
 
 def have_same_values(first: torch.Tensor, second: torch.Tensor) -> bool:

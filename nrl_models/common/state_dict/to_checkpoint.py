@@ -51,8 +51,8 @@ from nrl_models.common.state_dict.ties import (
     are_one_memory,
     declared_ties,
     have_same_values,
-    require_declared_ties,
     tying_keys,
+    with_separate_ties,
 )
 from nrl_models.common.upstream_conversions import (
     conversions_to_revert,
@@ -114,8 +114,7 @@ def to_checkpoint(
     tensors = read_all(table, state_dict) | {name: kept.read() for name, kept in kept_by(model).items()}
     # transformers and safetensors treat tensors that share a storage as tied; experts of one stack are not tied.
     tensors = {name: own_storage(tensor) for name, tensor in tensors.items()}
-    require_declared_ties(model, tensors)
-    return tensors
+    return with_separate_ties(model, tensors)
 
 
 @contextmanager
