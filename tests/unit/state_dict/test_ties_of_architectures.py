@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +17,9 @@ from peft import LoraConfig, get_peft_model
 from torch.distributed.device_mesh import init_device_mesh
 from transformers.pytorch_utils import Conv1D
 
-from nrl_models import CheckpointError, StateDictError, export_adapter
+from nrl_models import CheckpointError, StateDictError, export_adapter, registry
 from nrl_models.common.modules import install
-from nrl_models.common.state_dict.ties import as_keywords, declared_ties, tied_names, tying_keys
+from nrl_models.common.state_dict.ties import as_keywords, declared_ties, have_same_values, tied_names, tying_keys
 from nrl_models.distributed import load_checkpoint, parallelize, save_checkpoint
 from nrl_models.family import FamilyModel
 from nrl_models.testing.case import FamilyCase
@@ -95,6 +97,61 @@ def test_weights_untied_by_hand_are_exported_saved_and_loaded(family_case: Famil
     advised: dict[str, Any] = eval(f"dict({as_keywords(keys, False)})")
     loaded = type(model).from_pretrained(tmp_path / "0", **advised).state_dict()
     assert_same({name: loaded[name] for name in ties}, {name: own[name] for name in ties})
+
+
+def check_one_untied_weight_of_several(case: FamilyCase, tmp_path: Path) -> None:
+    """Check exports and files. The other weights share memory, also if the configuration no longer ties them."""
+    model = tied_model(case)
+    ties, keys = declared_ties(model), tying_keys(model, declared_ties(model))
+    for name in ties if len(ties) > 1 else ():
+        twin = copy.deepcopy(model)
+        install(twin, name, twin.get_parameter(name).detach() + 1)
+        own = {key: tensor.clone() for key, tensor in twin.state_dict().items()}
+        for is_tied in (True, False):
+            set_keys(twin, keys, is_tied)
+            sent = dict(twin.state_dict_adapter.iter_export(twin, layout="transformers"))
+            left_out = ties.keys() - {name} if is_tied else set()
+            assert_same(sent, {key: tensor for key, tensor in own.items() if key not in left_out})
+        folder = tmp_path / name
+        twin.save_pretrained(folder, state_dict=twin.state_dict())
+        assert_same(type(twin).from_pretrained(folder).state_dict(), own)
+        with suppress(CheckpointError):  # the output embeddings share memory with the input embeddings
+            twin.save_pretrained(folder)
+        assert_same(type(twin).from_pretrained(folder).state_dict(), own)
+
+
+@applies_to(ties_embeddings)
+def test_one_untied_weight_of_several_is_exported_and_saved(family_case: FamilyCase, tmp_path: Path) -> None:
+    check_one_untied_weight_of_several(family_case, tmp_path)
+
+
+@pytest.mark.parametrize("architecture", ["Florence2ForConditionalGeneration", "RobertaForCausalLM"])
+def test_untied_head_with_other_ties_is_exported_and_saved(architecture: str, tmp_path: Path) -> None:
+    """PEFT's merge of a trained head unties only the head, and sets `tie_word_embeddings=False`."""
+    check_one_untied_weight_of_several(FamilyCase(registry.model_class(architecture)), tmp_path)
+
+
+@applies_to(ties_embeddings)
+def test_different_values_do_not_load_into_tied_weights(family_case: FamilyCase) -> None:
+    """torch would copy both tensors into the tied one, which keeps the last."""
+    model = tied_model(family_case)
+    ties, keys = declared_ties(model), tying_keys(model, declared_ties(model))
+    own = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    for name, kept in ties.items():
+        own[name].view(-1)[0] = own[kept].view(-1)[0] = float("nan")
+    model.load_state_dict(own)  # equal copies load
+    if not ties:
+        return  # the tiny configuration lacks the parts that are tied
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    name, kept = next(iter(ties.items()))
+    values = {key: tensor + 1 for key, tensor in own.items()} | {name: own[name] + 2}
+    for strict in (True, False):
+        with pytest.raises(StateDictError, match=f"{name}: differs from {kept}") as caught:
+            model.load_state_dict(values, strict=strict)
+        assert all(f"{key}=False" in str(caught.value) for key in keys)
+    assert all(have_same_values(tensor, before[key]) for key, tensor in model.state_dict().items())
+    model.load_state_dict(values, assign=True)
+    assert all(have_same_values(model.state_dict()[key], values[key]) for key in (name, kept))
 
 
 @applies_to(ties_embeddings)
