@@ -117,8 +117,8 @@ INFERENCE = (
     ),
     Quirk(
         name="engine-v0-runtime",
-        symptom="vLLM's V0 engine no longer exists. Some scripts still set `NRL_VLLM_USE_V1=0` to select it, which vLLM "
-        "ignores.",
+        symptom="vLLM's V0 engine no longer exists. Some scripts still set `NRL_VLLM_USE_V1=0` to select it, which "
+        "vLLM ignores.",
         where=("engine",),
         every_model=True,
         handling="`NRL_VLLM_USE_V1=0` raises an error.",

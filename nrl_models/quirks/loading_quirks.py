@@ -32,8 +32,8 @@ LOADING = (
     ),
     Quirk(
         name="tower-names",
-        symptom="Some transformers releases before 5.6 do not rename the prefix `visual.` of checkpoints. The vision tower "
-        "keeps its initial weights.",
+        symptom="Some transformers releases before 5.6 do not rename the prefix `visual.` of checkpoints. The vision "
+        "tower keeps its initial weights.",
         where=("load",),
         applies=predicates.declares("tower-names"),
         handling="Keys are renamed by transformers' rules, and matched with and without the prefix of the base "

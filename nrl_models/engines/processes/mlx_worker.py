@@ -106,6 +106,7 @@ class MLXModel(WorkerModel):
         arrived, self.arrived = self.arrived, {}
         own = dict(tree_flatten(self.model.parameters()))
         _require_tied(arrived, own)
+        _require_all_experts(arrived)
         if hasattr(self.model, "sanitize"):
             # Use another instance of the class, which only sanitizes: a model with tied embeddings may drop the head.
             model_class: Any = type(self.model)
@@ -133,6 +134,28 @@ class MLXModel(WorkerModel):
 def _torch_dtype(value: mx.array) -> torch.dtype:
     dtype: torch.dtype = getattr(torch, str(value.dtype).rpartition(".")[2])
     return dtype
+
+
+def _require_all_experts(names: Collection[str]) -> None:
+    """Check that no expert lacks a tensor that others of its layer have, because mlx-lm stacks the tensors of experts.
+
+    Raises:
+        EngineError: If some are missing. Lists their names.
+    """
+    experts: dict[str, dict[str, set[int]]] = {}
+    for name in names:
+        layer, _, rest = name.partition(".experts.")
+        number, _, part = rest.partition(".")
+        if number.isdigit():
+            experts.setdefault(layer, {}).setdefault(part, set()).add(int(number))
+    missing = [
+        f"{layer}.experts.{number}.{part}"
+        for layer, parts in experts.items()
+        for part, numbers in parts.items()
+        for number in sorted(set(range(1 + max(map(max, parts.values())))) - numbers)
+    ]
+    if missing:
+        raise EngineError(f"the refit lacks {listed(missing)}, which mlx-lm stacks with others: send all weights")
 
 
 def _require_tied(arrived: dict[str, mx.array], own: Collection[str]) -> None:

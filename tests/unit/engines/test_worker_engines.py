@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -193,6 +194,20 @@ def test_incomplete_refit_raises(refitted: Engine, model: PreTrainedModel) -> No
         refitted.refit(exported.items())
     with pytest.raises(MixedWeightsError):
         refitted.score([[5, 6]], Sampling())
+
+
+def test_refit_without_any_kind_of_tensor_raises(refitted: Engine, model: PreTrainedModel) -> None:
+    before = refitted.score([[5, 6, 7]], Sampling())
+    exported = dict(model.state_dict_adapter.iter_export(model))
+    kinds = {re.sub(r"\d+", "N", name): name for name in exported}
+    assert len(kinds) >= 12
+    for missing in kinds.values():
+        changed = {name: tensor * 1.01 for name, tensor in exported.items() if name != missing}
+        with pytest.raises(EngineError) as caught:
+            refitted.refit(changed.items())
+        assert isinstance(caught.value, MixedWeightsError) or missing in str(caught.value), caught.value
+    refitted.refit(exported.items())
+    assert refitted.score([[5, 6, 7]], Sampling()) == before
 
 
 UNSUPPORTED = {
