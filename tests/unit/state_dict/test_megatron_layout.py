@@ -233,3 +233,21 @@ def test_equal_nans_of_ranks_agree() -> None:
         model.model.norm.weight[3] = float("nan")
     from_megatron(loaded, {rank: dict(to_megatron(model, rank)) for rank in ranks_of(tp=2)})
     torch.testing.assert_close(loaded.state_dict(), model.state_dict(), rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("pp", [1, 2])
+@pytest.mark.parametrize("retied", [False, True])
+def test_ties_changed_after_loading_round_trip(pp: int, retied: bool) -> None:
+    """Untie the head by hand, or tie it to the embeddings: the layout has the current weights."""
+    model, other = (model_of(LlamaConfig, num_hidden_layers=2, tie_word_embeddings=not retied) for _ in range(2))
+    for each in (model, other):
+        weight = each.model.embed_tokens.weight
+        each.lm_head.weight = weight if retied else torch.nn.Parameter(torch.randn_like(weight))
+    tensors_by_rank = {rank: dict(to_megatron(model, rank)) for rank in ranks_of(pp=pp)}
+    heads = [rank["output_layer.weight"] for rank in tensors_by_rank.values() if "output_layer.weight" in rank]
+    assert all(torch.equal(head, model.lm_head.weight) for head in heads)
+    assert len(heads) == 1 or (retied and pp == 1 and not heads)
+    from_megatron(other, tensors_by_rank)
+    assert (other.lm_head.weight is other.model.embed_tokens.weight) is retied
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(other.state_dict()[name], tensor), name
