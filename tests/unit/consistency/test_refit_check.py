@@ -71,7 +71,8 @@ def test_stale_tensor_is_detected_or_unverifiable(name: str, tmp_path: Path) -> 
     assert all(not (tensor == old[name]).any() for name, tensor in new.items())
     assert check.threshold <= 1.0001
     assert check.refit("second").passed
-    assert len(check.not_observable) <= len(new) // 4
+    assert len(check.not_observable) <= 4
+    assert all(".experts." in each for each in check.not_observable), "only experts that no token chooses"
     measured = check.steps[-1].result.repeats[0]
     readable, count = HFEngine(engine.model), measured.decode.shape[1]
     for stale_name in new:
