@@ -1,7 +1,8 @@
 """Shard every registered architecture over two processes, and record the outcomes in docs/model-coverage/results.
 
 Each is loaded from a tiny checkpoint over two ranks of FSDP2, of tensor parallelism and, if it has experts, of expert
-parallelism. Architectures with experts also take a step with compiled layers over two ranks of each of the last two.
+parallelism. Architectures with experts also take a step with one compiled layer of each kind that has experts, over two
+ranks of each of the last two.
 Exported weights must equal the checkpoint's bit for bit, and loss and gradients of a step must equal those
 of one process. Architectures that generate also take a step over two pipeline stages. If bitsandbytes is installed,
 QLoRA runs in one process and is compared with transformers' own class.
