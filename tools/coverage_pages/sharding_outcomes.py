@@ -24,7 +24,7 @@ MEANINGS = {
     Kind.FSDP: "loads on two processes; exported weights, and the loss and gradients of a step, match a single process",
     Kind.TP: "the same with tensor parallelism",
     Kind.EP: "the same with expert parallelism; only models with experts",
-    Kind.COMPILED: "a step with one compiled layer of each kind that has experts, with EP and TP, matches a single process",
+    Kind.COMPILED: "a step with one compiled layer of each kind with experts, over EP and TP, matches a single process",
     Kind.PP: "a step on two pipeline stages (1F1B) matches a single process; only models that generate",
     Kind.QLORA: "training LoRA adapters on a 4-bit checkpoint matches transformers' class",
 }

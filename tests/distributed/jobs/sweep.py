@@ -17,6 +17,7 @@ from jobs.setting import batches, case_of, mesh_of
 from nrl_models.distributed import Pipeline
 from nrl_models.distributed.mesh import size_of
 from nrl_models.distributed.parallel_plan import declared_expert_plan
+from nrl_models.errors import ShardingError
 from nrl_models.onboarding.inspect import kinds_of
 from nrl_models.testing.case import SEED, FamilyCase
 from nrl_models.testing.suite.conditions import generates, reads_what_it_writes
@@ -61,17 +62,26 @@ def holds_compiled(architecture: str, folder: str) -> str:
 
     Returns:
         The difference to one process, or nothing.
+
+    Raises:
+        ShardingError: If the model can be divided over neither.
     """
-    case, lines = _case(architecture), []
+    case, lines, refusals = _case(architecture), [], []
     for dimension in ("ep", "tp"):
         mesh = _mesh(**{dimension: dist.get_world_size()})
-        model = case.model_class.from_pretrained(folder, mesh=mesh, plan="auto")
+        try:
+            model = case.model_class.from_pretrained(folder, mesh=mesh, plan="auto")
+        except ShardingError as error:  # on all ranks
+            refusals.append(error)
+            continue
         torch.compiler.reset()
         layers = layers_of(model)
         for layer in one_of_each_kind([layer for layer in layers if has_experts(layer)] or layers):
             layer.compile(backend="aot_eager")  # autograd is compiled, kernels are not
         lines += [f"{dimension}: {line}" for line in different_step(case, model.train(), mesh)]
         torch.compiler.reset()
+    if len(refusals) == 2:
+        raise refusals[0]
     return "; ".join(lines)
 
 
