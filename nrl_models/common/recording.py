@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, wraps
+from threading import Lock, RLock, get_ident
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
+
+from nrl_models.common.modules import inner_of, innermost
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,16 +97,58 @@ def modules_running(
 
 
 @contextmanager
-def forward_replaced(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """Replace the forward of `module` while the context is open. Its hooks run as usual."""
-    before = module.__dict__.get("forward")
-    module.__dict__["forward"] = forward
+def forward_replaced(module: nn.Module, forward: Callable[..., Any], *, other_threads: bool = True) -> Iterator[None]:
+    """Replace the forward of `module` while the context is open. Its hooks run as usual.
+
+    Args:
+        module: The module.
+        forward: The new forward.
+        other_threads: Whether other threads also call it, as autograd's do when they recompute a checkpointed layer.
+    """
+    before, original, owner = module.__dict__.get("forward"), module.forward, get_ident()
+
+    def of_thread(*args: Any, **kwargs: Any) -> Any:
+        return (forward if get_ident() == owner else original)(*args, **kwargs)
+
+    module.__dict__["forward"] = forward if other_threads else of_thread
     try:
         yield
     finally:
         del module.__dict__["forward"]
         if before is not None:
             module.__dict__["forward"] = before
+
+
+_locks: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
+_LOCK_OF_LOCKS = Lock()
+
+
+def one_thread_per_model(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorate a function whose first argument is a model: threads with the same model run it one after another."""
+
+    @wraps(function)
+    def locked(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        with _LOCK_OF_LOCKS:
+            lock = _locks.setdefault(innermost(model), RLock())
+        with lock:
+            return function(model, *args, **kwargs)
+
+    return locked
+
+
+def backward_hooks(module: nn.Module) -> int:
+    """Return the number of backward hooks and backward pre-hooks of a module."""
+    return len(module._backward_hooks) + len(module._backward_pre_hooks)
+
+
+def code_around(model: nn.Module) -> tuple[int, ...]:
+    """Identify the hooks of a model and of the models inside it, and forwards that replace theirs on the instance."""
+    code: list[int] = []
+    module: nn.Module | None = model
+    while module is not None:
+        code += [*module._forward_pre_hooks, *module._forward_hooks, id(module.__dict__.get("forward"))]
+        module = inner_of(module)
+    return tuple(code)
 
 
 @contextmanager

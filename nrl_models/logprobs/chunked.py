@@ -20,12 +20,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from nrl_models.common.value_checks import is_integer
-from nrl_models.errors import UnknownOptionError
+from nrl_models.errors import HeadError, UnknownOptionError
 from nrl_models.logprobs.fused import fuses
 from nrl_models.logprobs.logit_buffers import (
+    ADVICE,
     CHUNK_ELEMENTS,
     FLOOR,
     FUSED_CHUNK_ELEMENTS,
@@ -256,8 +256,9 @@ class _Chunked(torch.autograd.Function):
         return chosen, sums.entropies, sums.kl
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, of_logprobs: torch.Tensor, of_entropy: torch.Tensor, of_kl: torch.Tensor) -> tuple[Any, ...]:
+        if torch.is_grad_enabled():
+            raise HeadError(f"create_graph=True: chunks of log-probabilities have no second derivatives. {ADVICE}")
         hidden, weight, bias, tokens, chosen, *sums = ctx.saved_tensors
         upstream = (_of_possible(of_logprobs, chosen), of_entropy, of_kl)
         nothing = (None,) * 8

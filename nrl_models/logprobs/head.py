@@ -4,7 +4,7 @@ A model's forward ends with `logits = lm_head(hidden)`, and in some models a sca
 a soft cap (`final_logit_softcapping`). Computing log-probabilities without full logits has to apply this last step to
 chunks of tokens. The step is measured, because its configuration keys differ between models:
 
-1. Replace the output embedding with a function that keeps the hidden states and returns a few known numbers.
+1. Replace the output embedding with a function that keeps the hidden states and returns known numbers.
 2. Run the model, and compare its result with these numbers.
 3. Fit `a * tanh(b * x)`, which covers scales, soft caps and both.
 
@@ -29,7 +29,7 @@ from nrl_models.common.documents.layers import BOUNDARIES
 from nrl_models.common.forward.evaluation import evaluating
 from nrl_models.common.forward.routing import own_routing
 from nrl_models.common.modules import innermost, peft_types, reads_complete_rows, virtual_tokens
-from nrl_models.common.recording import forward_replaced, hooks_that_change
+from nrl_models.common.recording import code_around, forward_replaced, hooks_that_change, one_thread_per_model
 from nrl_models.errors import HeadError, one_line
 from nrl_models.logprobs.logit_buffers import ADVICE, PROBE, OutputHead, autocast_dtype, fitted_head, whole
 
@@ -37,6 +37,7 @@ CHECKED_TOKENS = 4
 """Length of the text on which a head is compared with the model's own logits."""
 
 
+@one_thread_per_model
 def hidden_states_and_head(model: nn.Module, input_ids: torch.Tensor, **inputs: Any) -> tuple[torch.Tensor, OutputHead]:
     """Run `model` up to its output embedding.
 
@@ -57,7 +58,7 @@ def hidden_states_and_head(model: nn.Module, input_ids: torch.Tensor, **inputs: 
         raise HeadError(f"{_name(model)} has an adapter on its output embedding that depends on the row. {ADVICE}")
     sharded = _sharded_around(model, module) if torch.is_grad_enabled() else []
     caller = (id(module), type(module), autocast_dtype(input_ids))
-    hooks = (*module._forward_pre_hooks, *module._forward_hooks, bool(module._forward_hooks) and module.training)
+    hooks = (*code_around(model), *code_around(module), bool(module._forward_hooks) and module.training)
     checked = _checked.setdefault(model, {})
     is_checked = caller in checked and checked[caller][-1] == hooks
     sample = None if is_checked else _HeadSample.of(model, module, input_ids, inputs)
@@ -70,7 +71,7 @@ def hidden_states_and_head(model: nn.Module, input_ids: torch.Tensor, **inputs: 
         probe = torch.tensor(PROBE, dtype=torch.float32, device=hidden.device, requires_grad=bool(sharded))
         return probe.repeat(*hidden.shape[:-1], 1)
 
-    with _naming_hooks(model, module, input_ids, inputs), forward_replaced(module, stand_in):
+    with _naming_hooks(model, module, input_ids, inputs), forward_replaced(module, stand_in, other_threads=False):
         try:
             observed = _logits_of(model(input_ids=input_ids, use_cache=False, **inputs))
         except Exception as error:
@@ -83,7 +84,8 @@ def hidden_states_and_head(model: nn.Module, input_ids: torch.Tensor, **inputs: 
     _require_one_call(model, module, given, input_ids)
     hidden = _columns_of_tokens(model, given[0], input_ids)
     with _naming_hooks(model, module, input_ids, inputs):
-        head = replace(fitted_head(observed, _name(model)), module=module, autocast=autocast[0])
+        units = _gathered_units(model, module)
+        head = replace(fitted_head(observed, _name(model)), module=module, autocast=autocast[0], units=units)
         if checked.get(caller) != (state := (head.scale, head.cap, head.autocast, hooks)):
             (sample or _HeadSample.of(model, module, input_ids, inputs)).compare(model, head)
             checked[caller] = state
@@ -154,12 +156,16 @@ def _require_one_call(
 def _sharded_around(model: nn.Module, head: nn.Module) -> list[FSDPModule]:
     """Return the modules sharded by FSDP2 that contain the head.
 
-    FSDP gathers their weights for the backward when a gradient reaches the model's output. Here the output is not the
-    logits, and the head's backward runs before that, so it would read weights that the forward has freed. So the
-    weights are gathered again after the forward. The backward reduces their gradients and frees them as usual.
+    FSDP gathers their weights for the backward when a gradient reaches the model's output. Here the head's backward
+    runs before that, so they are gathered again after the forward. The backward frees them as usual.
     """
-    modules = [part for part in model.modules() if isinstance(part, FSDPModule)]
-    return [part for part in modules if any(inner is head for inner in cast(nn.Module, part).modules())]
+    units = [part for part in model.modules() if isinstance(part, FSDPModule)]
+    return [unit for unit in units if any(inner is head for inner in cast(nn.Module, unit).modules())]
+
+
+def _gathered_units(model: nn.Module, head: nn.Module) -> tuple[FSDPModule, ...]:
+    """Return `OutputHead.units`."""
+    return () if OutputHead(head).is_plain else tuple(_sharded_around(model, head))
 
 
 _LANGUAGE_MODEL = (
@@ -315,7 +321,7 @@ class _HeadSample:
             output = _run_sample(model, input_ids, inputs, given, autocast, unhooked)
         _require_one_call(model, module, given, input_ids.reshape(-1)[:CHECKED_TOKENS][None])
         hidden, expected = given[0][:, :CHECKED_TOKENS], _logits_of(output)[:, :CHECKED_TOKENS].clone()
-        embedded = OutputHead(module, autocast=autocast[0])(hidden)
+        embedded = OutputHead(module, autocast=autocast[0], units=_gathered_units(model, module))(hidden)
         # Some models compute their logits in another dtype than their hidden states.
         rounding = max(torch.finfo(each.dtype).eps for each in (hidden, expected, embedded))
         return cls(expected, embedded, unhooked[0] if bypassed else None, rounding)

@@ -10,8 +10,10 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from nrl_models.common.recording import backward_hooks
 from nrl_models.common.upstream_torch import is_traceable_wrapper_subclass
 from nrl_models.errors import HeadError
 from nrl_models.logprobs.fused import fuses, log_sum_exp, logprob_gradient_, run_fused
@@ -39,12 +41,15 @@ class OutputHead:
         cap: Bound of the logits; None if there is none.
         autocast: dtype of autocast where the model calls the output embedding; None if it is off there. Trainers may
             enable it inside the model's forward (accelerate's mixed precision).
+        units: Modules sharded by FSDP2 that contain an output embedding that is not a plain linear. Their weights are
+            gathered before it runs.
     """
 
     module: nn.Module
     scale: float = 1.0
     cap: float | None = None
     autocast: torch.dtype | None = None
+    units: tuple[FSDPModule, ...] = ()
 
     @property
     def weight(self) -> torch.Tensor | None:
@@ -56,12 +61,15 @@ class OutputHead:
 
     @property
     def is_plain(self) -> bool:
-        """Whether logits are computed from `weight`, without calling `module` and its hooks.
+        """Whether logits are computed from `weight`, without calling `module` and its forward hooks.
 
-        False for a weight that torchao quantized in place.
+        False for a weight that torchao quantized in place, for a forward that was replaced on the instance (except by
+        accelerate, whose hook moves weights), and for backward hooks.
         """
         module = self.module
         if not isinstance(module, nn.Linear) or type(module).forward is not nn.Linear.forward:
+            return False
+        if ("forward" in module.__dict__ and not hasattr(module, "_hf_hook")) or backward_hooks(module):
             return False
         weight = module.weight
         return not weight.is_meta and (isinstance(weight, DTensor) or not is_traceable_wrapper_subclass(weight))
@@ -80,8 +88,8 @@ class OutputHead:
         """
         if (weight := self.weight) is not None:
             return len(weight)
-        with torch.no_grad(), self.autocasting(hidden):
-            return self.module(hidden.reshape(-1, hidden.shape[-1])[:1]).shape[-1]
+        with torch.no_grad():
+            return self._run(hidden.reshape(-1, hidden.shape[-1])[:1]).shape[-1]
 
     def autocasting(self, hidden: torch.Tensor) -> AbstractContextManager[Any]:
         """Return a context manager with the autocast state in which the model calls the output embedding."""
@@ -111,8 +119,19 @@ class OutputHead:
             bias = None if self.bias is None else self.bias.to(hidden.dtype)
             with self.autocasting(hidden):
                 return self.finish(nn.functional.linear(hidden, weight.to(hidden.dtype), bias))
+        return self.finish(self._run(hidden))
+
+    def _run(self, hidden: torch.Tensor) -> torch.Tensor:
+        for unit in self.units:
+            unit.unshard()
         with self.autocasting(hidden):
-            return self.finish(self.module(hidden))
+            return self.module(hidden)
+
+    def free(self) -> None:
+        """Free the gathered weights of `units`. With gradients, the backward frees them."""
+        if not torch.is_grad_enabled():
+            for unit in self.units:
+                unit.reshard()
 
 
 def fitted_head(observed: torch.Tensor, name: str) -> OutputHead:

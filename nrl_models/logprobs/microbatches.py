@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from nrl_models.common.documents.layers import DecoderByDocument
+from nrl_models.common.documents.packing_checks import unmasked_attention
 from nrl_models.common.modules import innermost, reads_complete_rows
 
 ROW_TOKENS_OF_CPU, ROW_TOKENS_OF_GPU = 1024, 8192
@@ -45,7 +46,9 @@ def layout_of(*models: nn.Module) -> Layout:
         return Layout.ALONE
     apart = all(getattr(type(model).forward, "keeps_documents_apart", False) for model in inner)
     together = not any(isinstance(module, DecoderByDocument) for model in inner for module in model.modules())
-    packs = apart and together and "packed sequences" not in limits and not any(map(reads_complete_rows, models))
+    masked = not any(unmasked_attention(model.config) for model in inner)
+    packs = apart and together and masked and "packed sequences" not in limits
+    packs = packs and not any(map(reads_complete_rows, models))
     return Layout.PACKED if packs else Layout.PADDED
 
 

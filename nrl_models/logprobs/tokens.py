@@ -188,16 +188,20 @@ def token_logprobs(
         found = statistics_of(logits, tokens, sampling, reference_logits)
     else:
         hidden, head = hidden_states_and_head(model, input_ids, **inputs)
+        compared = _reference(reference, head, hidden, input_ids, before, inputs)
         found = chunked_statistics(
             hidden[before],
             head,
             tokens,
             sampling,
             entropy=entropy,
-            reference=_reference(reference, head, hidden, input_ids, before, inputs),
+            reference=compared,
             chunk_size=tokens_per_chunk,
             ahead=None if loss is None else LossAhead(placed.derivatives, sizes),
         )
+        for each in (head, compared and compared.head):
+            if each is not None:
+                each.free()
     result = placed.result(found)
     return result if loss is None else replace(result, loss=placed.loss_of(result))
 

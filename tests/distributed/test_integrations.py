@@ -97,6 +97,22 @@ def test_lora_under_fsdp_loads_on_transformers_model(two: World, checkpoint: Pat
         assert (actual - base(**inputs).logits).abs().max() > 1e-3, "the adapter has no effect"
 
 
+@pytest.mark.parametrize(
+    "adapters",
+    [
+        {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]},
+        {"target_modules": ["q_proj", "lm_head"]},
+    ],
+    ids=["saved", "lora"],
+)
+def test_logprobs_with_adapter_on_sharded_head(two: World, checkpoint: Path, adapters: dict[str, list[str]]) -> None:
+    pytest.importorskip("peft")
+    job = partial(integrations.logprobs_of_adapted_head, fsdp=2)
+    for differences in two.run(job, str(checkpoint), adapters):
+        assert len(differences) > 8
+        assert max(differences.values()) <= 1e-4, differences
+
+
 def test_peft_model_saves_and_resumes_under_fsdp(two: World, checkpoint: Path, tmp_path: Path) -> None:
     pytest.importorskip("peft")
     folders = [str(tmp_path / name) for name in ("training", "adapter")]

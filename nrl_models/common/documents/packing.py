@@ -18,7 +18,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from nrl_models.common.cached import cached
-from nrl_models.common.documents.boundaries import Documents, prompts_are_shared, starts_of
+from nrl_models.common.documents.boundaries import Documents, starts_of
 from nrl_models.common.documents.current_documents import (
     carry_documents,
     documents_are_known,
@@ -27,6 +27,7 @@ from nrl_models.common.documents.current_documents import (
 )
 from nrl_models.common.documents.masks import attend_by_document
 from nrl_models.common.documents.media_positions import computes_media_positions, text_positions
+from nrl_models.common.documents.packing_checks import check_padding, check_starts, why_not_packed
 from nrl_models.common.modules import innermost
 from nrl_models.common.switches import is_off
 from nrl_models.common.upstream import cache_in
@@ -171,9 +172,12 @@ def _documents_of(model: Any, inputs: dict[str, Any]) -> Documents | None:
             "apart. Call the model without a cache, or put each document in a separate row, and pad."
         )
     on_host = mask.cpu(), positions.cpu()  # one wait for a GPU, instead of one for each check
-    _check_padding(*on_host)
-    _check_starts(*on_host)
-    documents = Documents.from_positions(on_host[1], on_host[0]).to(positions.device)
+    check_padding(*on_host)
+    check_starts(*on_host)
+    documents = Documents.from_positions(on_host[1], on_host[0])
+    if reason := why_not_packed(getattr(model, "config", None), documents, *on_host):
+        raise ValueError(f"{type(model).__name__} cannot keep documents apart that are packed into one row: {reason}")
+    documents = documents.to(positions.device)
     # Padding has any positions. Decoders that compute their own compare them with those of the documents.
     positions = torch.where(mask.bool(), positions, documents.positions)
     inputs["position_ids"] = positions if _is_2d(planes) else torch.cat([positions[None], planes[1:]])
@@ -277,20 +281,6 @@ def _is_2d(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.ndim == 2
 
 
-def _check_padding(mask: torch.Tensor, positions: torch.Tensor) -> None:
-    """Raise for holes inside documents of a packed batch, because positions alone cannot express them."""
-    token = mask.bool()
-    after_padding = nn.functional.pad(token[:, 1:] & ~token[:, :-1], (1, 0), value=False)
-    wrong = after_padding & ~starts_of(positions, mask)
-    if wrong.any():
-        row, column = wrong.nonzero()[0].tolist()
-        raise ValueError(
-            f"attention_mask and position_ids disagree: token {column - 1} of row {row} is padding, but the tokens "
-            "before and after it are in one document, and the batch is packed. Remove the padding from the row, or "
-            "put each document in a separate row."
-        )
-
-
 def _check_scores(model: nn.Module, output: Any, rows: int) -> None:
     """Raise if a row is packed but the model has one score per row, because other documents would have no score."""
     logits = getattr(output, "logits", None)
@@ -298,20 +288,6 @@ def _check_scores(model: nn.Module, output: Any, rows: int) -> None:
         raise ValueError(
             f"{type(model).__name__} returns one score per row, and position_ids start again inside a row: put each "
             "document in a separate row, and pad."
-        )
-
-
-def _check_starts(mask: torch.Tensor, positions: torch.Tensor) -> None:
-    """Check that documents start at position 0. Repeated positions are padding, also without a mask."""
-    jumps = nn.functional.pad(positions[:, 1:] != positions[:, :-1], (1, 0), value=False)
-    later = mask.bool().cumsum(-1) > 1  # a row may begin inside a document
-    wrong = starts_of(positions, mask) & jumps & (positions != 0) & later
-    if wrong.any() and not prompts_are_shared():
-        row, column = wrong.nonzero()[0].tolist()
-        before, here = positions[row, column - 1 : column + 1].tolist()
-        raise ValueError(
-            f"position_ids go from {before} to {here} at token {column} of row {row}: expected the one that follows, "
-            "or 0, where a document starts."
         )
 
 

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 
 from jobs.equality import expected, full_gradients, step
 from jobs.setting import batches, case_of, full, mesh_of, train
-from nrl_models import AutoModelForCausalLM
+from nrl_models import AutoModelForCausalLM, rollout_logprobs, token_logprobs
 from nrl_models.distributed import load_checkpoint, parallelize, save_checkpoint
 from nrl_models.distributed.batch_checks import require_same_batch
 from nrl_models.distributed.mesh import rank_in, size_of
@@ -44,6 +44,40 @@ def trains_lora(checkpoint: str, adapter: str, **sizes: int) -> list[str]:
         )
     dist.barrier()
     return list(state)
+
+
+def logprobs_of_adapted_head(checkpoint: str, adapters: dict[str, list[str]], **sizes: int) -> dict[str, float]:
+    """Return differences of log-probabilities and gradients to one process, for adapters on the output embedding."""
+    import peft
+
+    torch.manual_seed(0)
+    config = peft.LoraConfig(**adapters, init_lora_weights=False)
+    model = peft.get_peft_model(AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32), config)
+    alone = copy.deepcopy(model)
+    parallelize(model.base_model.model, mesh_of(**sizes))
+    sequences = [list(range(20, 32)), list(range(40, 49))]
+    input_ids = torch.tensor(sequences[0])[None]
+    with torch.no_grad():
+        wanted = token_logprobs(alone, input_ids, chunk_size=None).logprobs
+        together = rollout_logprobs(alone, sequences).logprobs
+        differences = {
+            "tokens": token_logprobs(model, input_ids, chunk_size=4).logprobs - wanted,
+            "rollouts": rollout_logprobs(model, sequences).logprobs - together,
+            "reference": token_logprobs(alone, input_ids, reference=model).kl,
+        }
+    token_logprobs(alone, input_ids, chunk_size=None).logprobs.sum().backward()
+    expected_gradients = {name: each.grad for name, each in alone.named_parameters() if each.grad is not None}
+    for loss in (None, lambda found: found.logprobs.sum()):
+        model.zero_grad()
+        if loss is None:
+            token_logprobs(model, input_ids, chunk_size=4).logprobs.sum().backward()
+        else:
+            rollout_logprobs(model, sequences[:1], loss=loss)
+        gradients = {name: full(each.grad) for name, each in model.named_parameters() if each.grad is not None}
+        assert gradients.keys() == expected_gradients.keys()
+        for name, gradient in gradients.items():
+            differences[f"{loss is None} {name}"] = gradient - expected_gradients[name]
+    return {name: difference.abs().max().item() for name, difference in differences.items()}
 
 
 def peft_model_resumes(checkpoint: str, folder: str, adapter: str, **sizes: int) -> list[str]:
