@@ -17,7 +17,7 @@ from rich.markup import escape
 
 from nrl_models.auto import auto_class_for
 from nrl_models.common.checkpoint.resolve_folder import resolve_folder
-from nrl_models.common.config.positions import rope_switch
+from nrl_models.common.documents.rope_lengths import rope_switch
 from nrl_models.common.switches import quirks_off
 from nrl_models.common.trust.servers import require_engine
 from nrl_models.common.value_checks import finite_or_none

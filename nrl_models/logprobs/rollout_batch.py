@@ -15,7 +15,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
-from nrl_models.common.config.positions import model_limit, rope_switch
+from nrl_models.common.config.positions import model_limit
+from nrl_models.common.documents.rope_lengths import rope_switch
 from nrl_models.common.forward.processor_outputs import contradictions, without_tokens
 from nrl_models.common.modules import device_of, innermost
 from nrl_models.errors import UnknownArgumentError, parse_option, shown

@@ -9,8 +9,8 @@ from torch import nn
 from transformers import PreTrainedConfig
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
-from nrl_models.common.config.positions import length_of_new_rope
 from nrl_models.common.documents.boundaries import Documents, prompts_are_shared, starts_of
+from nrl_models.common.documents.rope_lengths import length_of_new_rope
 
 
 def unmasked_attention(config: PreTrainedConfig) -> str | None:

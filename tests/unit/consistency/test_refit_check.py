@@ -15,7 +15,7 @@ from transformers import Gemma3TextConfig, Glm4MoeConfig, LlamaConfig, Phi3Confi
 from versions import needs
 
 from nrl_models import AutoModelForCausalLM, AutoModelForSequenceClassification, Sampling, registry, start_engine
-from nrl_models.common.config.positions import rope_switch
+from nrl_models.common.documents.rope_lengths import rope_switch
 from nrl_models.consistency.consistency_report import CellResult
 from nrl_models.consistency.measure import Meter
 from nrl_models.consistency.prompts import Prompts

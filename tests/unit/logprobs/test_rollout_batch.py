@@ -313,8 +313,9 @@ def test_autocast(sequences: list[torch.Tensor]) -> None:
 @pytest.mark.parametrize(("row_tokens", "lengths"), [(None, [58]), (12, [12, 12, 12, 11, 11]), (57, [29, 29])])
 def test_row_tokens(row_tokens: int | None, lengths: list[int], sequences: list[torch.Tensor]) -> None:
     model = tiny_llama()
-    rollout_logprobs(model, sequences[:1])  # the first call also compares the head
     with Forwards(model) as forwards:
+        rollout_logprobs(model, sequences[:1])  # the first call with these hooks also compares the head
+        forwards.shapes.clear()
         rollout_logprobs(model, sequences, row_tokens=row_tokens)
     assert forwards.shapes == [(1, length) for length in lengths]
 
