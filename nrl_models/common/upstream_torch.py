@@ -8,6 +8,7 @@ changes this module.
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -48,6 +49,7 @@ __all__ = [
     "DropoutNd",
     "FSDPMeshInfo",
     "ShardPlacementResult",
+    "ShardedParameter",
     "StridedShard",
     "TorchDispatchMode",
     "count_dispatch_modes",
@@ -65,6 +67,7 @@ __all__ = [
     "param_groups_of",
     "prefix_in_state_dict",
     "saved_tensors_hooks",
+    "sharded_parameters",
     "state_dict_utils",
     "storage_use_count",
     "tracing_state",
@@ -82,7 +85,46 @@ except ImportError:
 
 def param_groups_of(unit: Any) -> list[Any]:
     """Return the groups of parameters of a module that `fully_shard` sharded."""
-    return list(unit._get_fsdp_state()._fsdp_param_groups)
+    state = unit._get_fsdp_state()
+    if FSDPMeshInfo is None:  # one group, or None
+        return [group for group in [getattr(state, _ONLY_GROUP, None)] if group is not None]
+    return list(state._fsdp_param_groups)
+
+
+_ONLY_GROUP = "_fsdp_param_group"
+"""Attribute with the only group of a unit in older versions of torch."""
+
+
+class ShardedParameter(NamedTuple):
+    """A parameter that `fully_shard` sharded.
+
+    Attributes:
+        slots: Modules and attributes that have it; several if it is tied. FSDP sets all of them in each forward.
+        current: The sharded parameter.
+        known: Objects that FSDP sets: sharded, gathered, or sharded over fewer ranks after a forward.
+        is_used: Whether a forward has used it. Before, FSDP takes over another DTensor in the first slot.
+    """
+
+    slots: list[tuple[nn.Module, str]]
+    current: nn.Parameter
+    known: tuple[nn.Parameter, ...]
+    is_used: bool
+
+
+def sharded_parameters(unit: Any) -> Iterator[ShardedParameter]:
+    """Yield the parameters of a module that `fully_shard` sharded, without those of units inside."""
+    for group in param_groups_of(unit):
+        for parameter in group.fsdp_params:
+            info = parameter._module_info
+            tied = zip(info.shared_modules, info.shared_param_names, strict=True)
+            states = (getattr(parameter, name, None) for name in _GATHERED)
+            known = (parameter.sharded_param, *(state for state in states if state is not None))
+            slots = [(info.module, info.param_name), *tied]
+            yield ShardedParameter(slots, parameter.sharded_param, known, group._reset_sharded_params)
+
+
+_GATHERED = ("_unsharded_param", "_sharded_post_forward_param")
+"""Attributes of a sharded parameter with its other states. They are set by the first forward."""
 
 
 local_scalar_dense = torch.ops.aten._local_scalar_dense
@@ -128,6 +170,12 @@ PRIVATE_ATTRIBUTES = (
     PrivateAttribute("torch.ao.nn.quantized.modules.linear", "Linear", "_packed_params"),
     PrivateAttribute("torch.distributed.fsdp._fully_shard._fsdp_common", "", "FSDPMeshInfo"),
     PrivateAttribute("torch.distributed.fsdp._fully_shard._fsdp_common", "", "ShardPlacementResult"),
+    PrivateAttribute("torch.distributed.fsdp._fully_shard._fsdp_param", "FSDPParam", "_module_info"),
+    PrivateAttribute("torch.distributed.fsdp._fully_shard._fsdp_param", "FSDPParam", "_sharded_post_forward_param"),
+    PrivateAttribute("torch.distributed.fsdp._fully_shard._fsdp_param", "FSDPParam", "_unsharded_param"),
+    PrivateAttribute(
+        "torch.distributed.fsdp._fully_shard._fsdp_param_group", "FSDPParamGroup", "_reset_sharded_params"
+    ),
     PrivateAttribute("torch.distributed.fsdp._fully_shard._fsdp_state", "FSDPState", "_fsdp_param_groups"),
     PrivateAttribute("torch.distributed.fsdp._fully_shard._fully_shard", "FSDPModule", "_get_fsdp_state"),
     PrivateAttribute("torch._dynamo.eval_frame", "OptimizedModule", "_orig_mod"),

@@ -1,4 +1,4 @@
-"""Checks in each forward of a sharded model: later parameters, and batches and random numbers that must be equal.
+"""Checks in each forward of a sharded model: other parameters, and batches and random numbers that must be equal.
 
 These faults are silent without a check: each rank computes with its own values, and the loss looks normal.
 """
@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from nrl_models.common.modules import class_name
 from nrl_models.common.upstream import CACHE_NAMES, cache_in, cache_requires_grad
 from nrl_models.distributed.batch_checks import RandomDraws, require_same_batch
+from nrl_models.distributed.replaced_parameters import require_no_replaced_parameters
 from nrl_models.errors import Problem, ProblemKind, ShardingError
 
 
@@ -58,19 +59,21 @@ class ChecksForward(nn.Module):
 def checked_forward(model: ChecksForward, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[None]:
     """Run checks around a forward of a sharded model. Every rank has to enter the context.
 
-    Batches are not compared if a forward without gradients continues a key-value cache, because decoding steps are
-    short.
+    Nothing is checked if a forward without gradients continues a key-value cache, because decoding steps are short.
 
     Raises:
-        ShardingError: If trainable parameters were added after sharding, ranks that must process the same batch got
-            different ones, or they drew different random numbers for activations that must be equal.
+        ShardingError: If parameters were replaced or trainable ones added after sharding, ranks that must process the
+            same batch got different ones, or they drew different random numbers for activations that must be equal.
     """
     sharding = model.checked_by
     draws: RandomDraws | None = None
+    is_checked = torch.is_grad_enabled() or not _continues_cache(kwargs)
+    if is_checked:
+        _require_same_parameters(model, sharding.slots)
     if torch.is_grad_enabled():
         require_no_later_parameters(model, sharding.mesh, sharding.slots)
         _require_no_trained_prefix(model, sharding.mesh, kwargs)
-    if sharding.stages is None and (torch.is_grad_enabled() or not _continues_cache(kwargs)):
+    if sharding.stages is None and is_checked:
         inputs = {f"argument {number}": value for number, value in enumerate(args)} | dict(kwargs)
         draws = require_same_batch(sharding.mesh, inputs)
     sharding.is_checking = True
@@ -109,7 +112,7 @@ def _continues_cache(kwargs: Mapping[str, Any]) -> bool:
     return cache is not None and bool(getattr(cache, "is_initialized", True))
 
 
-# Parameters that appear after sharding
+# Parameters that appear or are replaced after sharding
 
 
 class Slots:
@@ -122,7 +125,12 @@ class Slots:
     def __init__(self, model: nn.Module) -> None:
         self._model = weakref.ref(model)
         self._modules = {id(module): weakref.ref(module) for module in model.modules()}
-        self._attributes = {id(module): frozenset(module._parameters) for module in model.modules()}
+        tensors = {id(module): _parameters_of(module) for module in model.modules()}
+        self._attributes = {module: frozenset(held) for module, held in tensors.items()}
+        self._divided = {
+            module: frozenset(attribute for attribute, parameter in held.items() if isinstance(parameter, DTensor))
+            for module, held in tensors.items()
+        }
 
     def model_of(self, module: nn.Module) -> nn.Module | None:
         """Return the model that `module` is in. None for a copy, such as one without wrappers: it has other modules."""
@@ -133,6 +141,22 @@ class Slots:
         """Return True if the model had this parameter when it was sharded."""
         known = self._modules.get(id(module))
         return known is not None and known() is module and attribute in self._attributes[id(module)]
+
+    def require_same_parameters(self, module: nn.Module) -> None:
+        """Check that no parameter was replaced, see `require_no_replaced_parameters`. Copies are not checked.
+
+        Args:
+            module: A sharded model, or a model inside it.
+        """
+        model = self.model_of(module)
+        if model is not None:
+            known = [inside for inside in model.modules() if (ref := self._modules.get(id(inside))) and ref() is inside]
+            divided = {id(inside): self._divided[id(inside)] for inside in known if self._divided[id(inside)]}
+            require_no_replaced_parameters(model, divided)
+
+
+def _parameters_of(module: nn.Module) -> dict[str, nn.Parameter]:
+    return {attribute: parameter for attribute, parameter in module._parameters.items() if parameter is not None}
 
 
 def later_parameters(model: nn.Module, mesh: DeviceMesh, slots: Slots) -> Iterator[str]:
@@ -180,6 +204,11 @@ def require_no_later_parameters(module: nn.Module, mesh: DeviceMesh, slots: Slot
                 "nrl_models.distributed.parallelize(model, mesh); with LoRA over fsdp alone"
             ],
         )
+
+
+@torch.compiler.disable
+def _require_same_parameters(module: nn.Module, slots: Slots) -> None:
+    slots.require_same_parameters(module)
 
 
 @torch.compiler.disable

@@ -25,6 +25,7 @@ from nrl_models.distributed.forward_checks import ChecksForward, Slots, require_
 from nrl_models.distributed.mesh import agreed, gather_over, rank_in, reporting_dead_ranks, size_of
 from nrl_models.distributed.parallel_plan import ParallelPlan
 from nrl_models.distributed.pipeline.stages import Stages
+from nrl_models.distributed.replaced_parameters import retie
 from nrl_models.distributed.shards import DEFAULT_BUCKET, GATHER, blocks_of, gathered
 from nrl_models.distributed.tensor.local_tensors import become
 from nrl_models.errors import Problem, ProblemKind, ShardingError
@@ -87,7 +88,8 @@ class Sharding:
             cast(Any, part).checked_by = self
             become(part, ChecksForward)
         model.register_load_state_dict_pre_hook(_fill_shards)
-        model.register_state_dict_pre_hook(_require_no_later_parameters)
+        model.register_load_state_dict_post_hook(_retie)
+        model.register_state_dict_pre_hook(_require_same_parameters)
 
     def agree_on_holders(self, model: nn.Module) -> None:
         """Determine the ranks of `pp` that hold each tensor. Every rank has to call this.
@@ -127,8 +129,9 @@ class Sharding:
         """Check that the model has the tensors that it had when it was sharded. Does not communicate.
 
         Raises:
-            ShardingError: If trainable parameters were added, or any tensors were added, removed or resized.
+            ShardingError: If trainable parameters were added, or any tensors were added, replaced, removed or resized.
         """
+        self.slots.require_same_parameters(model)
         require_no_later_parameters(model, self.mesh, self.slots)
         own = own_tensors(model)
         gone, added = self.names - own.keys(), own.keys() - self.names
@@ -232,8 +235,9 @@ def sharded_model(model: nn.Module) -> PreTrainedModel:
     return inner
 
 
-def _require_no_later_parameters(model: nn.Module, prefix: str, keep_vars: bool) -> None:
+def _require_same_parameters(model: nn.Module, prefix: str, keep_vars: bool) -> None:
     sharding = sharding_of(model)
+    sharding.slots.require_same_parameters(model)
     require_no_later_parameters(model, sharding.mesh, sharding.slots)
 
 
@@ -241,8 +245,12 @@ def _fill_shards(model: nn.Module, state_dict: dict[str, Any], prefix: str, *_: 
     """Replace unsharded tensors in a state dict before loading with DTensors that have this rank's shards of them.
 
     Does not communicate. Tensors with a wrong shape stay unchanged, and torch reports them.
+
+    Raises:
+        ShardingError: If parameters were replaced after sharding, see `require_no_replaced_parameters`.
     """
     sharding = sharding_of(model)
+    sharding.slots.require_same_parameters(model)
     own, stored_names = own_state_dict(model), names_in_state_dict(model)
     tied, filled = tied_names(model), dict[tuple[str, int], tuple[torch.Tensor, torch.Tensor]]()
     for name, target in sharding.adapter.transformers.items():
@@ -263,3 +271,7 @@ def _fill_shards(model: nn.Module, state_dict: dict[str, Any], prefix: str, *_: 
                 is_parameter = isinstance(value, nn.Parameter)
                 filled[one] = value, nn.Parameter(shard, requires_grad=False) if is_parameter else shard
             state_dict[key] = filled[one][1]
+
+
+def _retie(model: nn.Module, _: Any) -> None:
+    retie(model)

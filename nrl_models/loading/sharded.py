@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -152,7 +152,7 @@ def _fill(model: PreTrainedModel, fit: Fit, files: CheckpointFiles, device: torc
     run_readers(read, sorted(copied.values(), key=lambda parts: -sum(part.nbytes for part, _ in parts)))
     for name, tensor in shards.items():
         install(model, name, tensor)
-    _initialize_missing(model, fit, device)
+    _initialize_missing(model, fit, device, own)
     for ties in (fit.found.copies, fit.adapter.tied):
         share_copies(model, {name: given for name, given in ties.items() if name in own})
     move_buffers(model, device)
@@ -172,12 +172,11 @@ def _neighboring_shards(model: PreTrainedModel, fit: Fit, own: Mapping[str, torc
     ]
 
 
-def _initialize_missing(model: PreTrainedModel, fit: Fit, device: torch.device) -> None:
-    """Initialize missing parameters as transformers does, module by module, the same on every rank."""
+def _initialize_missing(model: PreTrainedModel, fit: Fit, device: torch.device, own: Collection[str]) -> None:
+    """Initialize missing parameters of `own` as transformers does, module by module, the same on every rank."""
     mesh = sharding_of(model).mesh
     (seed, *_) = gather_over(mesh, torch.initial_seed()) if fit.found.missing else (0,)
     by_module: dict[str, list[str]] = defaultdict(list)
-    own = model.state_dict()
     for name in (name for name in fit.found.missing if name in own):  # in the same order on each rank
         owner, _, attribute = name.rpartition(".")
         by_module[owner].append(attribute)

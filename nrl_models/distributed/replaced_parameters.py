@@ -1,0 +1,95 @@
+"""Parameters of a sharded model that were replaced or removed after sharding.
+
+Without a check, replacing one is silent: FSDP writes its own parameter back when it gathers the weights of a forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import cast
+
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from nrl_models.common.modules import class_name, own_name
+from nrl_models.common.upstream_torch import ShardedParameter, sharded_parameters
+from nrl_models.errors import Problem, ProblemKind, ShardingError
+
+
+def require_no_replaced_parameters(model: nn.Module, divided: Mapping[int, frozenset[str]]) -> None:
+    """Check that a sharded model has the parameters that it had when it was sharded. Does not communicate.
+
+    Args:
+        model: A sharded model.
+        divided: Attributes that were DTensors before `fsdp` was applied, by id of the module.
+
+    Raises:
+        ShardingError: If parameters were replaced or removed. Lists all their names.
+    """
+    problems = list(_replaced_parameters(model, divided))
+    if problems:
+        raise ShardingError(
+            f"{class_name(model)} has parameters that are not those that were sharded",
+            problems,
+            [
+                "load the model without a mesh, replace or untie the weights, and then call "
+                "nrl_models.distributed.parallelize(model, mesh). To change the values of a sharded weight, call "
+                "model.load_state_dict({name: tensor}, strict=False)"
+            ],
+        )
+
+
+def retie(model: nn.Module) -> None:
+    """Tie weights again that `load_state_dict(assign=True)` replaced one by one, as FSDP does in the next forward."""
+    for sharded in _of_fsdp(model):
+        for module, attribute in sharded.slots[1:]:
+            if isinstance(module._parameters.get(attribute), DTensor):
+                module._parameters[attribute] = sharded.current
+
+
+def _of_fsdp(model: nn.Module) -> Iterator[ShardedParameter]:
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            yield from sharded_parameters(module)
+
+
+def _replaced_parameters(model: nn.Module, divided: Mapping[int, frozenset[str]]) -> Iterator[Problem]:
+    places = {id(module): own_name(prefix) for prefix, module in model.named_modules()}
+
+    def name_of(module: nn.Module, attribute: str) -> str:
+        place = places[id(module)]
+        return f"{place}.{attribute}" if place else attribute
+
+    def problem(module: nn.Module, attribute: str, effect: str) -> Problem:
+        change = "removed" if module._parameters.get(attribute) is None else "replaced"
+        return Problem(ProblemKind.RANK, name_of(module, attribute), f"was {change} after sharding: {effect}")
+
+    in_fsdp: set[tuple[int, str]] = set()
+    for sharded in _of_fsdp(model):
+        in_fsdp |= {(id(module), attribute) for module, attribute in sharded.slots}
+        slots = [(module, attribute) for module, attribute in sharded.slots if id(module) in places]
+        first, effect = sharded.slots[0], "FSDP restores the sharded weight in the next forward"
+        known: tuple[nn.Parameter | None, ...] = sharded.known
+        if _is_adopted(sharded) and first in slots:
+            known = (first[0]._parameters[first[1]],)
+            effect = f"FSDP ties it to {name_of(*first)} again in the next forward"
+        for module, attribute in slots:
+            parameter = module._parameters.get(attribute)
+            if not any(parameter is each for each in known):
+                yield problem(module, attribute, effect)
+    for module in model.modules():
+        for attribute in divided.get(id(module), ()):
+            parameter = module._parameters.get(attribute)
+            if parameter is not None and not isinstance(parameter, DTensor) and (id(module), attribute) not in in_fsdp:
+                yield problem(module, attribute, "expected a DTensor, because each rank computes with its shard")
+
+
+def _is_adopted(sharded: ShardedParameter) -> bool:
+    """Return True if FSDP takes over another parameter in the first slot: before its first use, if sharded alike."""
+    module, attribute = sharded.slots[0]
+    parameter, own = module._parameters.get(attribute), cast(DTensor, sharded.current)
+    if sharded.is_used or not isinstance(parameter, DTensor):
+        return False
+    layout = parameter.device_mesh, parameter.placements, parameter.shape
+    return layout == (own.device_mesh, own.placements, own.shape)
