@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from jobs.setting import batches, case_of, full, mesh_of
 from nrl_models import token_logprobs
-from nrl_models.distributed import Pipeline, forward_checks, parallelize
+from nrl_models.distributed import Pipeline, batch_checks, parallelize
 from nrl_models.errors import ShardingError
 
 Outcome = tuple[str, ...]
@@ -64,8 +64,8 @@ def compares(architecture: str, call: str, differs: bool, **sizes: int) -> tuple
     tokens = batches(case, 2)[dist.get_rank() if differs else 0]["input_ids"]
     torch.compiler.reset()
     run = CALLS[call](model)
-    original = forward_checks._states_differ_in
-    with mock.patch.object(forward_checks, "_states_differ_in", side_effect=original) as compared:
+    original = batch_checks._states_differ_in
+    with mock.patch.object(batch_checks, "_states_differ_in", side_effect=original) as compared:
         try:
             output = run(input_ids=tokens, use_cache=False)[0]
         except ShardingError as error:
@@ -87,8 +87,8 @@ def generates(architecture: str, seeds: tuple[int, int], **options: Any) -> tupl
     unsharded = case.model().eval()
     model = parallelize(copy.deepcopy(unsharded), mesh_of(tp=2))
     tokens = batches(case, 1)[0]["input_ids"]
-    original = forward_checks._states_differ_in
-    with mock.patch.object(forward_checks, "_states_differ_in", side_effect=original) as compared:
+    original = batch_checks._states_differ_in
+    with mock.patch.object(batch_checks, "_states_differ_in", side_effect=original) as compared:
         torch.manual_seed(seeds[dist.get_rank()])
         try:
             generated = model.generate(tokens, max_new_tokens=8, min_new_tokens=8, **options)
