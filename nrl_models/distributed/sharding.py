@@ -28,7 +28,7 @@ from nrl_models.distributed.pipeline.stages import Stages
 from nrl_models.distributed.replaced_parameters import retie
 from nrl_models.distributed.shards import DEFAULT_BUCKET, GATHER, blocks_of, gathered
 from nrl_models.distributed.tensor.local_tensors import become
-from nrl_models.errors import Problem, ProblemKind, ShardingError
+from nrl_models.errors import Problem, ProblemKind, ShardingError, UnknownArgumentError
 
 Gatherer = Callable[[Mapping[str, HFTensor], int], Iterator[tuple[str, torch.Tensor]]]
 """Function of Hugging Face tensors and a bucket size that yields complete tensors by name."""
@@ -198,6 +198,20 @@ class Sharding:
 
 def _device_of(model: nn.Module) -> torch.device:
     return next(parameter.device for parameter in model.parameters())
+
+
+def require_module(model: object, call: str) -> None:
+    """Check that an argument is a model.
+
+    Args:
+        model: The argument.
+        call: The right call, for the message.
+
+    Raises:
+        UnknownArgumentError: If it is something else, such as parameters or a folder.
+    """
+    if not isinstance(model, nn.Module):
+        raise UnknownArgumentError(f"model is a {type(model).__name__}, expected the model itself: call {call}")
 
 
 def sharding_of(model: nn.Module) -> Sharding:

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from nrl_models.common.modules import own_parameters
 from nrl_models.distributed.mesh import rank_in
-from nrl_models.distributed.sharding import Sharding, sharded_model, sharding_of
+from nrl_models.distributed.sharding import Sharding, require_module, sharded_model, sharding_of
 from nrl_models.distributed.shards import full_of, local_of
 
 
@@ -56,7 +56,9 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> torch.Tensor:
 
     Raises:
         ShardingError: If `model` wraps a model with stages and has other parameters.
+        UnknownArgumentError: If `model` is not a module: torch's function takes parameters, this one the model.
     """
+    require_module(model, "clip_grad_norm_(model, max_norm), without .parameters()")
     shardings = [vars(module).get("sharding") for module in model.modules()]
     if not any(isinstance(sharding, Sharding) and sharding.stages is not None for sharding in shardings):
         return full_of(torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm))

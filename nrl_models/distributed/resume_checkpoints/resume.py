@@ -55,7 +55,7 @@ from nrl_models.distributed.resume_checkpoints.optimizer_state import (
 )
 from nrl_models.distributed.resume_checkpoints.saved_versions import replaced, whole_version
 from nrl_models.distributed.resume_checkpoints.version_writing import VersionContents, write_version
-from nrl_models.distributed.sharding import sharded_model, sharding_of
+from nrl_models.distributed.sharding import require_module, sharded_model, sharding_of
 from nrl_models.errors import CheckpointError, Problem, ProblemKind
 
 
@@ -90,6 +90,7 @@ def save_checkpoint(
             asynchronous save failed and its `wait()` was not called; the new checkpoint is then not written.
         ShardingError: If ranks passed different progress, or another rank failed. The failed rank raises its own error.
             Also if the model is not sharded, or a wrapper has parameters (PEFT's prompts).
+        UnknownArgumentError: If `model` is not a module, for example if the arguments are swapped.
 
     Examples:
         >>> import torch
@@ -103,6 +104,7 @@ def save_checkpoint(
         >>> load_checkpoint("training", model, optimizer)
         {'step': 100}
     """
+    require_module(model, "save_checkpoint(folder, model, optimizer)")
     folder, model = Path(folder), sharded_model(model)
     sharding = sharding_of(model)
     mesh, what = sharding.mesh, f"save into {folder}"
@@ -169,6 +171,7 @@ def load_checkpoint(
             names it, but it is not loaded.
         ShardingError: If a rank died or could not read a file completely. The model's values are then undefined. Also
             if the model is not sharded, or a wrapper has parameters (PEFT's prompts).
+        UnknownArgumentError: If `model` is not a module, for example if the arguments are swapped.
 
     Examples:
         >>> import torch
@@ -181,6 +184,7 @@ def load_checkpoint(
         >>> load_checkpoint("training", model)
         {}
     """
+    require_module(model, "load_checkpoint(folder, model, optimizer)")
     folder, model = Path(folder), sharded_model(model)
     sharding = sharding_of(model)
     mesh, what = sharding.mesh, f"load {folder}"

@@ -14,7 +14,7 @@ from transformers import LlamaConfig
 
 from nrl_models import AutoModelForCausalLM
 from nrl_models.distributed import clip_grad_norm_, load_checkpoint, save_checkpoint
-from nrl_models.errors import ShardingError, StateDictError
+from nrl_models.errors import ShardingError, StateDictError, UnknownArgumentError
 
 
 @pytest.fixture
@@ -43,3 +43,14 @@ def test_clip_grad_norm_matches_torch(model: Any) -> None:
     assert torch.equal(clip_grad_norm_(model, 0.1), torch.nn.utils.clip_grad_norm_(expected.parameters(), 0.1))
     for parameter, clipped in zip(model.parameters(), expected.parameters(), strict=True):
         assert torch.equal(parameter.grad, clipped.grad)
+
+
+@pytest.mark.parametrize("function", [save_checkpoint, load_checkpoint])
+def test_swapped_arguments_of_checkpoints_raise(model: Any, function: Callable[..., Any], tmp_path: Path) -> None:
+    with pytest.raises(UnknownArgumentError, match=rf"model is a str, .*: call {function.__name__}\(folder, model"):
+        function(model, str(tmp_path))
+
+
+def test_clip_grad_norm_of_parameters_raises(model: Any) -> None:
+    with pytest.raises(UnknownArgumentError, match=r"model is a generator, .*: call clip_grad_norm_\(model, "):
+        clip_grad_norm_(model.parameters(), 1.0)
