@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from nrl_models.common.mesh_sizes import DIMENSIONS
-from nrl_models.errors import NRLModelsError, Problem, ProblemKind, ShardingError
+from nrl_models.errors import NRLModelsError, Problem, ProblemKind, ShardingError, listed
+
+SEED_ADVICE = (
+    "seed all ranks alike, torch.manual_seed(0), before adding adapters or heads: their initial values are random"
+)
+"""Advice for parameters with other values on each rank."""
 
 Ranks = DeviceMesh | dist.ProcessGroup | None
 """Ranks that act together: all ranks of a mesh or process group. None means only this rank."""
@@ -97,6 +103,7 @@ def agree(
     facts: dict[str, Any],
     error: Exception | None = None,
     left: str = "nothing was changed on the others",
+    remedies: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
     """Raise on every rank if any rank has an error, or if facts differ between ranks.
 
@@ -105,9 +112,11 @@ def agree(
     Args:
         ranks: The ranks, which all have to call this.
         what: The next action, for the message.
-        facts: Values that must be equal on all ranks, compared by `repr`.
+        facts: Values that must be equal on all ranks, compared by `repr`. For dictionaries, the message has the first
+            keys that differ.
         error: Error of this rank.
         left: State of the other ranks after the error, for the message.
+        remedies: Advice for facts that differ, by name.
 
     Raises:
         ShardingError: If another rank has an error, or facts differ. The rank with the error raises the error itself.
@@ -126,23 +135,42 @@ def agree(
     if error is not None:
         raise error
     different = {f"rank {rank}": message for rank, message, _ in found if message is not None}
-    advice = f"see the output of the rank named; {left}"
+    advice = [f"see the output of the rank named; {left}"]
     if not different:
         (first, _, expected), *others = found
-        different = {
-            f"{key} of rank {rank}": f"is {theirs.get(key)}, but rank {first} has {value}"
-            for key, value in expected.items()
-            for rank, _, theirs in others
-            if theirs.get(key) != value
-        }
-        advice = "give every rank the same checkpoint, configuration, mesh, plan, progress and versions"
+        keys = [key for key, value in expected.items() if any(theirs.get(key) != value for _, _, theirs in others)]
+        places = [rank for rank, _, _ in found]
+        by_item = dict(zip(places, _items_of(ranks, facts, keys), strict=True)) if keys else {}
+        for key in keys:
+            for rank, _, theirs in others:
+                if theirs.get(key) != expected[key]:
+                    items = _differing(by_item[first][key], by_item[rank][key])
+                    detail = f"is {theirs.get(key)}, but rank {first} has {expected[key]}"
+                    different[f"{key} of rank {rank}"] = (
+                        f"differ from those of rank {first} in {listed(items, 3)}" if items else detail
+                    )
+        advice = [remedies[key] for key in keys if key in remedies]
+        advice.append("give every rank the same checkpoint, configuration, mesh, plan, progress and versions")
     if different:
         problems = [Problem(ProblemKind.RANK, subject, detail) for subject, detail in different.items()]
-        raise ShardingError(f"cannot {what}: ranks failed or disagree", problems, [advice])
+        raise ShardingError(f"cannot {what}: ranks failed or disagree", problems, advice)
+
+
+def _items_of(ranks: Ranks, facts: Mapping[str, Any], keys: Sequence[str]) -> list[dict[str, dict[Any, str]]]:
+    """Return the items of every rank's facts that are dictionaries, by fact, as short texts."""
+    items = {
+        key: {name: _short(repr(value)) for name, value in fact.items()} if isinstance(fact, Mapping) else {}
+        for key, fact in ((key, facts.get(key)) for key in keys)
+    }
+    return gather_over(ranks, items)
+
+
+def _differing(first: Mapping[Any, str], second: Mapping[Any, str]) -> list[str]:
+    return [str(name) for name in dict.fromkeys([*first, *second]) if first.get(name) != second.get(name)]
 
 
 @contextmanager
-def agreed(ranks: Ranks, what: str) -> Iterator[dict[str, Any]]:
+def agreed(ranks: Ranks, what: str, remedies: Mapping[str, str] = MappingProxyType({})) -> Iterator[dict[str, Any]]:
     """Raise on every rank if the body fails on any rank, see `agree`. No effect without other ranks.
 
     Yields:
@@ -157,7 +185,7 @@ def agreed(ranks: Ranks, what: str) -> Iterator[dict[str, Any]]:
         yield facts
     except Exception as caught:
         error = caught
-    agree(ranks, what, facts, error)
+    agree(ranks, what, facts, error, remedies=remedies)
 
 
 @contextmanager

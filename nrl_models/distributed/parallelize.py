@@ -19,7 +19,7 @@ from nrl_models.common.upstream import is_initialized, mark_initialized
 from nrl_models.common.upstream_torch import StridedShard
 from nrl_models.distributed.checked_plan import plan_for
 from nrl_models.distributed.kept_dtypes import KeptApart, kept_parameters
-from nrl_models.distributed.mesh import agreed, check_mesh, describe, has_stages, rank_in, size_of
+from nrl_models.distributed.mesh import SEED_ADVICE, agreed, check_mesh, describe, has_stages, rank_in, size_of
 from nrl_models.distributed.parallel_plan import (
     ParallelPlan,
     Plan,
@@ -68,7 +68,7 @@ def parallelize(model: PreTrainedModel, mesh: DeviceMesh, plan: Plan | ParallelP
         'DTensor'
     """
     check_mesh(mesh)
-    with agreed(mesh, "shard the model") as facts:
+    with agreed(mesh, "shard the model", {"values": SEED_ADVICE}) as facts:
         if getattr(model, "sharding", None) is not None:
             problem = Problem(ProblemKind.MESH, describe(sharding_of(model).mesh), "is its mesh")
             raise ShardingError("the model is sharded already", [problem])
@@ -122,16 +122,14 @@ def _facts(model: PreTrainedModel) -> dict[str, object]:
     """Return the values that ranks must agree on: each parameter's name, shape, dtype and sum."""
     facts: dict[str, object] = {"class": type(model).__name__, "config": model.config.to_json_string()}
     own = dict(model.state_dict(keep_vars=True))
-    facts["parameters"] = [
-        (name, tuple(tensor.shape), tensor.dtype, tensor.requires_grad) for name, tensor in own.items()
-    ]
-    facts["values"] = [
-        None
-        if tensor.device.type == "meta"
-        else (tensor.detach().double().sum().item(), tensor.detach().float().abs().max().item())
-        for tensor in own.values()
-        if tensor.numel()
-    ]
+    facts["parameters"] = {
+        name: (tuple(tensor.shape), tensor.dtype, tensor.requires_grad) for name, tensor in own.items()
+    }
+    facts["values"] = {
+        name: (tensor.detach().double().sum().item(), tensor.detach().float().abs().max().item())
+        for name, tensor in own.items()
+        if tensor.numel() and tensor.device.type != "meta"
+    }
     return facts
 
 
