@@ -20,7 +20,7 @@ import torch
 
 from nrl_models.common.value_checks import is_number
 from nrl_models.errors import NonFiniteError, UnknownArgumentError
-from nrl_models.losses.loss_checks import require_one_shape
+from nrl_models.losses.loss_checks import require_mask, require_one_shape
 
 
 class CorrectionType(StrEnum):
@@ -99,11 +99,12 @@ def importance_weights(
     Raises:
         NonFiniteError: If the engine's log-probability of a sampled token is NaN or infinite.
         UnknownArgumentError: If `correction` is not a `Correction`, or another argument is not a tensor.
-        ValueError: If shapes differ.
+        ValueError: If shapes differ, or `mask` has values other than 0 and 1.
     """
     if not isinstance(correction, Correction):
         raise UnknownArgumentError(f"correction={correction!r}: expected a Correction, e.g. Correction('tis')")
     require_one_shape("sequences, length", trainer=trainer, engine=engine, mask=mask)
+    require_mask(mask)
     mask = mask.bool()
     engine = engine.detach().to(trainer.device)
     wrong = mask & ~engine.isfinite()

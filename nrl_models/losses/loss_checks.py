@@ -42,6 +42,22 @@ def require_one_shape(dimensions: str, **values: torch.Tensor | None) -> None:
         raise ValueError(f"expected ({dimensions}) of all; got {found}")
 
 
+def require_mask(mask: torch.Tensor) -> None:
+    """Check that a mask has no values other than 0 and 1, or False and True.
+
+    Raises:
+        ValueError: If it has.
+    """
+    if mask.dtype == torch.bool or torch.compiler.is_compiling():  # compiled code cannot read values
+        return
+    invalid = (mask != 0) & (mask != 1)
+    if bool(invalid.any()):
+        raise ValueError(
+            f"mask has the value {mask[invalid][0].item():g}: expected 1 or True for sampled tokens and 0 or False for "
+            "others. To scale the loss of a token, multiply the result of token_weights"
+        )
+
+
 def require_values(logprobs: torch.Tensor, weights: torch.Tensor, **wrong: tuple[torch.Tensor, torch.Tensor]) -> None:
     """Check that only counted tokens of sequences without NaN in `logprobs` have valid values.
 

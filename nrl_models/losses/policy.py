@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from nrl_models.common.value_checks import is_integer, is_number
 from nrl_models.errors import UnknownArgumentError, parse_option, shown
-from nrl_models.losses.loss_checks import require_one_shape, require_tensors, require_values
+from nrl_models.losses.loss_checks import require_mask, require_one_shape, require_tensors, require_values
 
 ROOM = 4.0
 """Margin between the logarithm of a dtype's largest number and an exponential times its factor. Leaves room for
@@ -66,7 +66,8 @@ def token_weights(
         Weights `(batch, seq_len)` in fp32; zero where `mask` is False.
 
     Raises:
-        ValueError: If `Normalize.LONGEST` has no `longest`, or another value has one. Also if `mask` has another shape.
+        ValueError: If `Normalize.LONGEST` has no `longest`, or another value has one. Also if `mask` has another shape,
+            or values other than 0 and 1.
         UnknownArgumentError: If `longest` is not a whole number above 0, or `mask` is not a tensor.
         UnknownOptionError: If `normalize` is not a `Normalize`.
     """
@@ -76,6 +77,7 @@ def token_weights(
     if longest is not None and not is_integer(longest, 1):
         raise UnknownArgumentError(f"longest={shown(longest)}: expected a whole number of at least 1")
     require_one_shape("sequences, length", mask=mask)
+    require_mask(mask)
     counted = mask.bool().float()
     total, ranks = torch.stack([mask.bool().sum(), torch.tensor(len(mask), device=mask.device)]), 1
     if dist.is_available() and dist.is_initialized():
@@ -124,7 +126,8 @@ def policy_loss(
     Raises:
         NonFiniteError: If an advantage, a correction or a weight is NaN or infinite, a weight is negative, or a
             log-ratio is NaN although `logprobs` is not.
-        UnknownArgumentError: If `eps_low`, `eps_high` or `kl` is out of range, or an argument is not a tensor.
+        UnknownArgumentError: If `eps_low`, `eps_high` or `kl` is out of range, an argument is not a tensor, or
+            `logprobs` are integers.
         ValueError: If shapes differ, or only one of `reference` and `kl` is passed.
     """
     _require_arguments(logprobs, old, advantages, weights, eps_low, eps_high, kl, correction, reference)
@@ -200,6 +203,8 @@ def _require_arguments(
     grids = {"logprobs": logprobs, "old": old, "weights": weights, "correction": correction, "reference": reference}
     require_one_shape("sequences, length", **grids)
     require_tensors(advantages=advantages)
+    if not logprobs.is_floating_point():
+        raise UnknownArgumentError(f"logprobs is of {logprobs.dtype}: expected floating-point log-probabilities")
     if advantages.shape != logprobs.shape[:1]:
         raise ValueError(f"expected advantages of {tuple(logprobs.shape[:1])}, got {tuple(advantages.shape)}")
     if not is_number(eps_low, 0.0, 1.0):

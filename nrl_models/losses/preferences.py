@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from nrl_models.common.value_checks import is_number
 from nrl_models.errors import NonFiniteError, UnknownArgumentError, shown
-from nrl_models.losses.loss_checks import require_one_shape
+from nrl_models.losses.loss_checks import require_mask, require_one_shape
 
 
 def sequence_logprobs(logprobs: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -18,9 +18,10 @@ def sequence_logprobs(logprobs: torch.Tensor, mask: torch.Tensor) -> torch.Tenso
 
     Raises:
         UnknownArgumentError: If an argument is not a tensor.
-        ValueError: If shapes differ.
+        ValueError: If shapes differ, or `mask` has values other than 0 and 1.
     """
     require_one_shape("sequences, length", logprobs=logprobs, mask=mask)
+    require_mask(mask)
     wide = logprobs.to(torch.promote_types(logprobs.dtype, torch.float32))
     return torch.where(mask.bool(), wide, 0.0).sum(1)
 

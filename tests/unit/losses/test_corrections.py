@@ -91,3 +91,10 @@ def test_mismatched_shapes_raise(shape: tuple[int, ...], place: int) -> None:
     arguments[place] = torch.ones(shape)
     with pytest.raises(ValueError, match=r"expected \(sequences, length\) of all; got trainer"):
         importance_weights(*arguments, Correction("tis"))
+
+
+@pytest.mark.parametrize("value", [0.5, 2, -1, math.nan])
+def test_mask_with_other_values_raises(value: float) -> None:
+    logprobs = torch.full((1, 2), -1.0)
+    with pytest.raises(ValueError, match=f"mask has the value {value:g}: expected 1 or True"):
+        importance_weights(logprobs, logprobs, torch.tensor([[1, value]]), Correction("tis"))

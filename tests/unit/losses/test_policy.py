@@ -316,3 +316,22 @@ def test_invalid_token_weights_arguments_raise(
 def test_clipped_share_with_mismatched_shapes_raises() -> None:
     with pytest.raises(ValueError, match=r"old \(2, 2\)"):
         clipped_share(torch.zeros(1, 2), torch.zeros(2, 2), torch.ones(1), torch.ones(1, 2))
+
+
+@pytest.mark.parametrize("value", [0.5, 2, -1, math.nan])
+def test_masks_with_other_values_raise(value: float) -> None:
+    mask = torch.tensor([[1, value], [0, 1]])
+    with pytest.raises(ValueError, match=rf"mask has the value {value:g}: expected 1 or True"):
+        token_weights(mask, "token")
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.float32])
+def test_masks_of_zeros_and_ones_are_equivalent(dtype: torch.dtype) -> None:
+    mask = torch.tensor([[True, False], [True, True]])
+    assert torch.equal(token_weights(mask.to(dtype), "token"), mask / 3)
+
+
+def test_integer_logprobs_raise() -> None:
+    logprobs = torch.full((1, 2), -1)
+    with pytest.raises(UnknownArgumentError, match=r"logprobs is of torch\.int64: expected floating-point"):
+        policy_loss(logprobs, logprobs, torch.ones(1), torch.ones(1, 2))

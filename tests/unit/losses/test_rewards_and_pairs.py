@@ -206,3 +206,9 @@ def test_loss_named() -> None:
 def test_invalid_setting_types_raise(name: str, settings: dict[str, object], message: str) -> None:
     with pytest.raises(UnknownArgumentError, match=message):
         loss_named(name, **settings)
+
+
+@pytest.mark.parametrize("value", [0.5, 2, -1, math.nan])
+def test_sequence_logprobs_with_other_mask_values_raise(value: float) -> None:
+    with pytest.raises(ValueError, match=f"mask has the value {value:g}: expected 1 or True"):
+        sequence_logprobs(torch.full((1, 2), -1.0), torch.tensor([[1, value]]))
