@@ -21,14 +21,22 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from nrl_models.common.forward.random_states import random_states_kept
+from nrl_models.common.forward.routing_records import (
+    RoutingRecord as RoutingRecord,
+)
+from nrl_models.common.forward.routing_records import (
+    engine_choices,
+    require_existing,
+    require_records,
+)
+from nrl_models.common.forward.routing_records import (
+    flip_rate as flip_rate,
+)
 from nrl_models.common.forward.token_places import TokenPlaces
 from nrl_models.common.modules import device_of
 from nrl_models.common.recording import forward_replaced, modules_running
 from nrl_models.common.upstream_torch import current_graph_task_id
 from nrl_models.errors import UnknownArgumentError
-
-RoutingRecord = dict[str, list[torch.Tensor]]
-"""Indices of each `topk` in a module's last call, in order, by module name."""
 
 _TOPK = (torch.topk, torch.Tensor.topk)
 
@@ -138,9 +146,11 @@ def replay_routing(model: nn.Module, record: Mapping[str, list[torch.Tensor]]) -
 
     Raises:
         KeyError: If `model` lacks a recorded module.
+        UnknownArgumentError: If `record` is not a mapping to lists of integer tensors.
         ValueError: If `model` declares that replaying has no effect (`limits`). In a forward, if a choice has another
-            shape than the recorded one.
+            shape than the recorded one, or a recorded expert does not exist.
     """
+    require_records(record=record)
     if not can_replay(model):
         reason = cast(Any, model).limits["router replay"]
         raise ValueError(f"the routing of {type(model).__name__} cannot be replayed: {reason}")
@@ -150,7 +160,8 @@ def replay_routing(model: nn.Module, record: Mapping[str, list[torch.Tensor]]) -
     with ExitStack() as stack:
         observer = stack.enter_context(_observed(model))
         for name, choices in record.items():
-            stack.enter_context(_running_under(modules[name], partial(_Replayer, name, choices, observer), observer))
+            replayer = partial(_Replayer, name, choices, observer, set())
+            stack.enter_context(_running_under(modules[name], replayer, observer))
         yield
 
 
@@ -170,15 +181,11 @@ def engine_routing(
         left: Whether rows are padded on the left.
 
     Raises:
+        UnknownArgumentError: If the engine returned no choices (None).
         ValueError: If the sizes differ from the model's choices, a sequence is longer than `length`, or an expert does
             not exist. Also if the model's routers cannot be distinguished from other `topk` calls in a layer.
     """
-    choices = [torch.as_tensor(each.astype("int64") if hasattr(each, "astype") else each).long() for each in routed]
-    if not choices or {choice.ndim for choice in choices} != {3} or len({choice.shape[1:] for choice in choices}) > 1:
-        raise ValueError(
-            f"routed experts of shapes {[tuple(choice.shape) for choice in choices]}: expected (tokens, layers, "
-            "experts per token) for each sequence, with the same layers and experts"
-        )
+    choices = engine_choices(routed)
     longest = max(map(len, choices))
     length = longest + 1 if length is None else length
     if longest > length:
@@ -230,21 +237,6 @@ def _routers(model: nn.Module, count: int) -> dict[int, tuple[str, list[tuple[in
 def _on_batch(shape: tuple[int, ...], rows: int, length: int) -> tuple[int, ...]:
     """Return the shape, for a batch, of a choice that has `shape` for `_PROBE` tokens of one sequence."""
     return (rows, length, *shape[2:]) if shape[:2] == (1, _PROBE) else (rows * length, *shape[1:])
-
-
-def flip_rate(first: Mapping[str, list[torch.Tensor]], second: Mapping[str, list[torch.Tensor]]) -> float:
-    """Return the fraction of (token, router) pairs for which two records do not have the same set of choices.
-
-    Pairs for which a record has no choice (-1) do not count.
-    """
-    flipped, tokens = 0, 0
-    for name, choices in first.items():
-        ours, theirs = choices[-1], second[name][-1].to(choices[-1].device)
-        known = ((ours >= 0) & (theirs >= 0)).all(-1)
-        different = (ours.sort(-1).values != theirs.sort(-1).values).any(-1) & known
-        flipped += int(different.sum())
-        tokens += int(known.sum())
-    return flipped / tokens if tokens else 0.0
 
 
 def _running_under(
@@ -311,11 +303,14 @@ class _RoutingRecorder(TorchFunctionMode):
 
 
 class _Replayer(TorchFunctionMode):
-    """Replays the choices of a single call of a module."""
+    """Replays the choices of a single call of a module.
 
-    def __init__(self, name: str, choices: list[torch.Tensor], observer: _Observer) -> None:
+    `checked` has the numbers of choices whose indices were checked in this or an earlier call.
+    """
+
+    def __init__(self, name: str, choices: list[torch.Tensor], observer: _Observer, checked: set[int]) -> None:
         super().__init__()
-        self.name, self.choices, self.observer, self.made = name, choices, observer, 0
+        self.name, self.choices, self.observer, self.checked, self.made = name, choices, observer, checked, 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -330,10 +325,8 @@ class _Replayer(TorchFunctionMode):
 
     def _recorded(self, shape: tuple[int, ...], candidates: int) -> torch.Tensor:
         """Return the recorded choices for a choice of this shape from `candidates` values."""
-        places, chosen = (
-            self.observer.known_places(),
-            self.choices[self.made] if self.made < len(self.choices) else None,
-        )
+        places = self.observer.known_places()
+        chosen = self.choices[self.made] if self.made < len(self.choices) else None
         if chosen is not None and places is not None:
             chosen = places.taken(chosen, shape, candidates)
         if chosen is None or chosen.shape != shape:
@@ -342,6 +335,9 @@ class _Replayer(TorchFunctionMode):
                 f"{[tuple(choice.shape) for choice in self.choices]}: replay the record of a forward on the same tokens"
                 + ("" if places is None else " (the sequences padded on the right, or in one row), only of experts")
             )
+        if self.made not in self.checked:  # once per record, because it synchronizes a GPU
+            require_existing(self.name, self.choices[self.made], candidates)
+            self.checked.add(self.made)
         return chosen
 
 

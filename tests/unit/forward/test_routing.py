@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from nrl_models import registry
 from nrl_models.common.forward.routing import engine_routing, flip_rate, record_routing, replay_routing
+from nrl_models.errors import UnknownArgumentError
 from nrl_models.logprobs import token_logprobs
 from nrl_models.testing.case import randomize
 from nrl_models.testing.tiny import tiny_config
@@ -258,3 +259,43 @@ def test_mismatched_engine_routing_raises(mixtral: PreTrainedModel) -> None:
             engine_routing(mixtral, routed)
     with pytest.raises(ValueError, match="for 4 tokens of a sequence, but length is 3"):
         engine_routing(mixtral, [fits], 3)
+
+
+def test_missing_engine_routing_raises(mixtral: PreTrainedModel) -> None:
+    for routed in (None, [None]):
+        with pytest.raises(UnknownArgumentError, match="start the engine with enable_return_routed_experts=True"):
+            engine_routing(mixtral, routed)
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        (None, "record=None: expected a record from record_routing"),
+        ({GATES[0]: torch.zeros(10, 2)}, f"for {GATES[0]}: expected a list of tensors of integers"),
+        ({GATES[0]: [torch.zeros(10, 2)]}, f"for {GATES[0]}: expected a list of tensors of integers"),
+        ({GATES[0]: [None]}, f"record has \\[None\\] for {GATES[0]}"),
+    ],
+)
+def test_values_that_are_not_records_raise(mixtral: PreTrainedModel, record: Any, message: str) -> None:
+    with pytest.raises(UnknownArgumentError, match=message), replay_routing(mixtral, record):
+        pass
+
+
+def test_replay_of_unknown_experts_raises(mixtral: PreTrainedModel, input_ids: torch.Tensor) -> None:
+    with record_routing(mixtral) as record:
+        mixtral(input_ids)
+    experts = mixtral.config.num_local_experts
+    record[GATES[1]][0][3, 1] = experts
+    message = f"index {experts} in {GATES[1]}, which has {experts}"
+    with replay_routing(mixtral, record), pytest.raises(ValueError, match=message):
+        mixtral(input_ids)
+
+
+def test_flip_rate_of_records_with_other_modules() -> None:
+    record = {"gate": [torch.tensor([[0, 1]])]}
+    for other in ({}, {"gate": []}):
+        with pytest.raises(UnknownArgumentError, match="second has no choices for gate"):
+            flip_rate(record, other)
+    with pytest.raises(UnknownArgumentError, match="second=None"):
+        flip_rate(record, None)
+    assert flip_rate({}, record) == 0.0
