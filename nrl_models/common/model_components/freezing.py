@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from nrl_models.common.logs import get_logger
 from nrl_models.common.model_components.routers import routers_of
 from nrl_models.common.modules import input_embeddings
-from nrl_models.errors import UnknownArgumentError, did_you_mean, listed
+from nrl_models.errors import UnknownArgumentError, did_you_mean, listed, shown
 
 logger = get_logger(__name__)
 
@@ -73,9 +73,9 @@ def freeze(model: PreTrainedModel, config: Mapping[str, bool]) -> Frozen:
             transformers builds frozen (computed positions, corrections set by a router's load balancing).
 
     Raises:
-        UnknownArgumentError: If a key is not a component (with the nearest names), a component has two names, a value
-            is neither True nor False, components that share a tensor (a tied head) have different values, or nothing is
-            left to train. Then nothing is frozen.
+        UnknownArgumentError: If `config` is not a dictionary, a key is not a component (with the nearest names), a
+            component has two names, a value is neither True nor False, components that share a tensor (a tied head)
+            have different values, or nothing is left to train. Then nothing is frozen.
 
     Examples:
         >>> import torch
@@ -283,6 +283,9 @@ def _parameters(modules: Iterable[nn.Module | None], names: Mapping[int, str]) -
 
 def _by_key(config: Mapping[str, bool], model: str) -> dict[str, bool]:
     """Validate a freeze configuration, and return it by key of `COMPONENTS`."""
+    if not isinstance(config, Mapping):
+        example = f"{{{config!r}: True}}" if config in (*COMPONENTS, *SHORT_NAMES) else '{"freeze_vision_tower": True}'
+        raise UnknownArgumentError(f"config={shown(config)}: expected a dictionary, for example {example}")
     found: dict[str, bool] = {}
     wrong = []
     for given, value in config.items():

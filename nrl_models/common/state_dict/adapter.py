@@ -8,7 +8,6 @@ the same adapter converts weights, gradients and optimizer states.
 from __future__ import annotations
 
 import copy
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -28,7 +27,12 @@ from nrl_models.common.state_dict.layouts import TensorSpec
 from nrl_models.common.state_dict.matching import match
 from nrl_models.common.state_dict.tables import Layout, LayoutTables, require_tensors
 from nrl_models.common.state_dict.ties import tied_names
-from nrl_models.common.state_dict.trainer_options import check_options, require_whole_experts
+from nrl_models.common.state_dict.trainer_options import (
+    check_options,
+    excluded_keys,
+    named_tensors,
+    require_whole_experts,
+)
 from nrl_models.common.upstream_conversions import loaded_conversions
 from nrl_models.errors import Problem, ProblemKind, StateDictError, UnknownArgumentError
 
@@ -94,6 +98,7 @@ class StateDictAdapter(LayoutTables):
             StateDictError: If keys are missing, unexpected, incomplete, or present in two layouts, shapes or dtypes do
                 not match, or values are not tensors. Lists all problems.
             ShardingError: If `device_mesh` shards experts, or sharded tensors would have to be concatenated.
+            UnknownArgumentError: If `state_dict` is not a mapping.
         """
         require_whole_experts(device_mesh)
         require_tensors(state_dict)
@@ -139,10 +144,11 @@ class StateDictAdapter(LayoutTables):
         Raises:
             StateDictError: If names are not the model's, or shapes are not the parameters'.
             ShardingError: If this rank does not hold a complete Hugging Face tensor.
-            UnknownArgumentError: If `quantization=True`, or a keyword is unknown.
+            UnknownArgumentError: If `quantization=True`, a keyword is unknown, or an argument is invalid.
         """
         check_options(quantization, options)
-        excluded = re.compile(exclude_key_regex or r"(?!)")
+        require_tensors(state_dict)
+        excluded = excluded_keys(exclude_key_regex)
         named = {own_name(name): tensor for name, tensor in state_dict.items()}
         own = {name: tensor for name, tensor in named.items() if name in self.own or not excluded.match(name)}
         self.check_own(own)
@@ -177,7 +183,7 @@ class StateDictAdapter(LayoutTables):
                 parameters of this model). Convert them together with `to_hf` or `iter_to_hf`.
         """
         check_options(quantization, options)
-        excluded, fqn = re.compile(exclude_key_regex or r"(?!)"), own_name(fqn)
+        excluded, fqn = excluded_keys(exclude_key_regex), own_name(fqn)
         if fqn not in self.own and excluded.match(fqn):
             return []
         self.check_own({fqn: tensor})
@@ -202,10 +208,11 @@ class StateDictAdapter(LayoutTables):
 
         Raises:
             StateDictError: If a name is unknown or repeated, or a shape is wrong, or, at the end, if parts are missing.
+            UnknownArgumentError: If an item is not a pair.
         """
         waiting: dict[str, dict[str, torch.Tensor]] = {}
         seen: set[str] = set()
-        for given, tensor in tensors:
+        for given, tensor in named_tensors(tensors):
             name = own_name(given)
             self.check_own({name: tensor})
             if name in seen:

@@ -20,7 +20,7 @@ from nrl_models.common.state_dict.own_tensors import own_state_dict
 from nrl_models.common.state_dict.ties import tied_names
 from nrl_models.common.upstream_conversions import Renaming
 from nrl_models.common.views.view import HFTensor, Piece
-from nrl_models.errors import Problem, ProblemKind, StateDictError
+from nrl_models.errors import Problem, ProblemKind, StateDictError, UnknownArgumentError, shown
 
 
 class OtherLayout(Hashable, Protocol):
@@ -219,7 +219,10 @@ def require_tensors(state_dict: Mapping[str, object]) -> None:
 
     Raises:
         StateDictError: If some are not.
+        UnknownArgumentError: If `state_dict` is not a mapping with strings as keys.
     """
+    if not isinstance(state_dict, Mapping) or not all(isinstance(name, str) for name in state_dict):
+        raise UnknownArgumentError(f"state_dict={shown(state_dict)}: expected a dictionary of tensors by name")
     problems = [
         Problem(ProblemKind.DTYPE, str(name), f"is a {type(value).__name__}, expected a torch.Tensor")
         for name, value in state_dict.items()

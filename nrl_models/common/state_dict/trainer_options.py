@@ -9,12 +9,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from nrl_models.errors import Problem, ProblemKind, ShardingError, UnknownArgumentError
+from nrl_models.errors import Problem, ProblemKind, ShardingError, UnknownArgumentError, one_line, shown
 
 if TYPE_CHECKING:
+    import torch
     from torch.distributed.device_mesh import DeviceMesh
 
 WITHOUT_EFFECT = {
@@ -41,6 +43,36 @@ def check_options(quantization: bool, options: Mapping[str, Any]) -> None:
     if unknown := sorted(options.keys() - WITHOUT_EFFECT.keys()):
         known = ", ".join(("exclude_key_regex", "layout", "quantization", *WITHOUT_EFFECT))
         raise UnknownArgumentError(f"unknown keyword {', '.join(unknown)}: expected {known}")
+
+
+def excluded_keys(pattern: str | None) -> re.Pattern[str]:
+    """Return the compiled `exclude_key_regex`. Without a pattern, the result matches nothing.
+
+    Raises:
+        UnknownArgumentError: If it is not a regular expression.
+    """
+    try:
+        return re.compile(pattern or r"(?!)")
+    except (re.error, TypeError) as error:
+        raise UnknownArgumentError(
+            f"exclude_key_regex={shown(pattern)}: expected a regular expression ({one_line(error)})"
+        ) from error
+
+
+def named_tensors(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield pairs of name and tensor.
+
+    Raises:
+        UnknownArgumentError: If an item is not a pair whose first element is a string.
+    """
+    if not isinstance(tensors, Iterable):
+        raise UnknownArgumentError(f"tensors={shown(tensors)}: expected pairs of name and tensor")
+    for pair in tensors:
+        if not (isinstance(pair, tuple | list) and len(pair) == 2 and isinstance(pair[0], str)):
+            raise UnknownArgumentError(
+                f"tensors has {shown(pair)}: expected pairs of name and tensor, for example state_dict.items()"
+            )
+        yield pair[0], pair[1]
 
 
 def require_whole_experts(mesh: DeviceMesh | None) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -193,3 +195,9 @@ def test_freeze_unreachable() -> None:
 def test_router_parameters(architecture: str, routers: list[str]) -> None:
     _, model = new_model(architecture)
     assert sorted(components_of(model)["freeze_routers"]) == routers
+
+
+@pytest.mark.parametrize("config", [None, "vision", ["vision"]])
+def test_freezing_without_dictionary_raises(llama_config: LlamaConfig, config: Any) -> None:
+    with pytest.raises(UnknownArgumentError, match=r"expected a dictionary, for example \{.*vision.*: True\}"):
+        freeze(LlamaForCausalLM(llama_config), config)

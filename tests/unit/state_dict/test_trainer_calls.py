@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -222,3 +224,18 @@ def test_dense_model_accepts_trainer_keywords() -> None:
     dense = AutoModelForCausalLM.from_config(tiny_config(LlamaConfig), dtype=torch.float32)
     adapter, own = dense.state_dict_adapter, dense.state_dict()
     assert_same(adapter.to_hf(own, exclude_key_regex=EXTRA_STATE, quantization=False), own)
+
+
+def test_invalid_argument_types_raise(adapter: StateDictAdapter) -> None:
+    name = next(iter(adapter.own))
+    for value in (None, [name], {3: torch.ones(2)}):
+        for call in (adapter.to_hf, adapter.from_hf):
+            with pytest.raises(UnknownArgumentError, match="expected a dictionary of tensors by name"):
+                call(value)  # type: ignore[arg-type]
+    for pairs in (None, [(name,)], ["ab"], [(3, torch.ones(2))], {name: torch.ones(2)}):
+        with pytest.raises(UnknownArgumentError, match="expected pairs of name and tensor"):
+            list(adapter.iter_to_hf(pairs))  # type: ignore[arg-type]
+    for pattern in ("(", 3):
+        for convert in (adapter.to_hf, partial(adapter.convert_single_tensor_to_hf, name)):
+            with pytest.raises(UnknownArgumentError, match=rf"exclude_key_regex={re.escape(repr(pattern))}: exp"):
+                convert({}, exclude_key_regex=pattern)  # type: ignore[operator]
