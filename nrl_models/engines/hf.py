@@ -110,7 +110,9 @@ class HFEngine(Engine):
         if load_format == "dummy":
             torch.manual_seed(seed)
         try:
-            model = reference_model(path, dtype, device, weights=load_format == "auto")
+            # Tensors created in inference mode cannot be updated by a refit outside it.
+            with torch.inference_mode(False):
+                model = reference_model(path, dtype, device, weights=load_format == "auto")
         except (NRLModelsError, OSError, torch.OutOfMemoryError):
             raise
         except Exception as error:  # any error of transformers for damaged or mismatched files
@@ -255,7 +257,7 @@ class HFEngine(Engine):
         targets = RefitTargets(self.model, self.name)
         arrived: dict[str, str] = {}
         written: set[str] = set()
-        for name, tensor in chain.from_iterable(sent):
+        for name, tensor in chain.from_iterable(map(targets.without_aliases, sent)):
             target = targets.find(name, tensor)
             arrived[name] = tensor_digest(tensor) if digests else ""
             if target is None:

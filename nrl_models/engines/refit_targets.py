@@ -12,6 +12,7 @@ from nrl_models.common.state_dict.adapter import adapter_of
 from nrl_models.common.state_dict.mtp import MTPNames
 from nrl_models.common.views.view import HFTensor
 from nrl_models.engines.digests import tensor_digest, tied_apart
+from nrl_models.engines.engine_types import NamedTensor
 from nrl_models.engines.transfer.sent_tensors import require_range
 from nrl_models.errors import EngineError
 
@@ -32,6 +33,36 @@ class RefitTargets:
         self.held = {name: tensor.detach() for name, tensor in model.state_dict(keep_vars=True).items()}
         self._tied: dict[str, tuple[HFTensor, str]] = {}
         self._sent: dict[str, str] = {}
+        self._storages = {tensor.untyped_storage()._cdata for tensor in self.held.values()}
+        self._found: set[int] = set()
+
+    def without_aliases(self, bucket: list[NamedTensor]) -> list[NamedTensor]:
+        """Copy the tensors of a bucket that share memory with another tensor of the model, and return the bucket.
+
+        Writing the tensors before them could overwrite their values, for example if two experts are swapped.
+
+        Raises:
+            EngineError: If an earlier bucket may have overwritten the values.
+        """
+        for index, (name, tensor) in enumerate(bucket):
+            storage = tensor.untyped_storage()._cdata
+            if storage not in self._storages or self._is_held_as(name, tensor):
+                continue
+            if storage in self._found:
+                raise EngineError(
+                    f"{name} shares memory with weights of {self._engine} that this refit has already changed: send a "
+                    "copy of it (tensor.clone())"
+                )
+            bucket[index] = name, tensor.clone()
+        return bucket
+
+    def _is_held_as(self, name: str, tensor: torch.Tensor) -> bool:
+        """Return True if a tensor is the model's own under this name, so that writing it changes nothing."""
+        target = self._adapter.find(name)
+        if target is None or target.view is None:
+            return False
+        held = target.view.of(self.held[target.view.parameter])
+        return tensor.is_set_to(held)
 
     def find(self, name: str, tensor: torch.Tensor) -> HFTensor | None:
         """Return the target of a tensor by its hub name.
@@ -63,6 +94,7 @@ class RefitTargets:
         if target.parameters[0] in self._adapter.tied:
             self._tied[name] = target, tensor_digest(tensor.to(held.dtype))
             return None
+        self._found.update(self.held[parameter].untyped_storage()._cdata for parameter in target.parameters)
         return target
 
     def require_tied(self, new: Mapping[str, torch.Tensor]) -> None:

@@ -1,0 +1,62 @@
+"""Refits of transformers engines: inference mode, and tensors that share the engine's memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import PreTrainedModel, Qwen3MoeConfig
+
+from nrl_models import AutoModelForCausalLM
+from nrl_models.common.state_dict.adapter import adapter_of
+from nrl_models.engines import start_engine
+from nrl_models.engines.hf import HFEngine
+from nrl_models.errors import MixedWeightsError
+from nrl_models.testing.tiny import tiny_config
+
+EXPERTS = "model.layers.0.mlp.experts."
+
+
+@pytest.fixture
+def moe() -> PreTrainedModel:
+    return AutoModelForCausalLM.from_config(tiny_config(Qwen3MoeConfig), dtype=torch.float32)
+
+
+@pytest.mark.parametrize("load_format", ["auto", "dummy"])
+def test_refit_of_engine_started_in_inference_mode(moe: PreTrainedModel, tmp_path: Path, load_format: str) -> None:
+    moe.save_pretrained(tmp_path)
+    with torch.inference_mode():
+        engine = start_engine("hf-generate", tmp_path, dtype=torch.float32, load_format=load_format)
+    sent = {name: tensor + 1 for name, tensor in moe.state_dict_adapter.iter_export(moe)}
+    assert engine.refit(sent.items()).unwritten == ()
+    actual = adapter_of(engine.model).to_hf(engine.model.state_dict())
+    assert all(torch.equal(actual[name], tensor) for name, tensor in sent.items())
+
+
+def swapped_experts(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """Return views of all weights, with experts 0 and 1 of a layer swapped."""
+    views = dict(model.state_dict_adapter.iter_export(model))
+    first, second = f"{EXPERTS}0.", f"{EXPERTS}1."
+    names = {name: name.replace(first, second) if first in name else name.replace(second, first) for name in views}
+    assert sum(name != other for name, other in names.items()) == 6
+    return {name: views[other] for name, other in names.items()}
+
+
+def test_refit_swaps_experts_by_views(moe: PreTrainedModel) -> None:
+    sent = swapped_experts(moe)
+    expected = {name: tensor.clone() for name, tensor in sent.items()}
+    assert HFEngine(moe).refit(sent.items()).unwritten == ()
+    actual = dict(moe.state_dict_adapter.iter_export(moe))
+    assert all(torch.equal(actual[name], tensor) for name, tensor in expected.items())
+
+
+def test_refit_with_overwritten_views_raises(moe: PreTrainedModel) -> None:
+    with pytest.raises(MixedWeightsError, match=r"experts.* shares memory with weights of hf-generate that this refit"):
+        HFEngine(moe).refit(swapped_experts(moe).items(), bucket_bytes=1)
+
+
+def test_refit_with_own_weights_keeps_them(moe: PreTrainedModel) -> None:
+    before = {name: tensor.clone() for name, tensor in moe.state_dict().items()}
+    HFEngine(moe).refit(moe.state_dict_adapter.iter_export(moe), bucket_bytes=1)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in moe.state_dict().items())
