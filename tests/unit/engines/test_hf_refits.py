@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import PreTrainedModel, Qwen3MoeConfig
+from transformers import LlamaConfig, PreTrainedModel, Qwen3MoeConfig
 
 from nrl_models import AutoModelForCausalLM
 from nrl_models.common.state_dict.adapter import adapter_of
@@ -60,3 +60,18 @@ def test_refit_with_own_weights_keeps_them(moe: PreTrainedModel) -> None:
     before = {name: tensor.clone() for name, tensor in moe.state_dict().items()}
     HFEngine(moe).refit(moe.state_dict_adapter.iter_export(moe), bucket_bytes=1)
     assert all(torch.equal(tensor, before[name]) for name, tensor in moe.state_dict().items())
+
+
+def test_refit_of_tied_engine_with_untied_weights(tmp_path: Path) -> None:
+    config = tiny_config(LlamaConfig)
+    config.tie_word_embeddings = True
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model.save_pretrained(tmp_path / "tied")
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach() + 1)
+    message = r"ties them.*set tie_word_embeddings=False.*succeeds: a refit with these weights always fails$"
+    with pytest.raises(MixedWeightsError, match=message):
+        start_engine("hf-generate", tmp_path / "tied").refit(model.state_dict_adapter.iter_export(model))
+    model.config.tie_word_embeddings = False
+    model.save_pretrained(tmp_path / "untied")
+    engine = start_engine("hf-generate", tmp_path / "untied")
+    assert engine.refit(model.state_dict_adapter.iter_export(model)).unwritten == ()
