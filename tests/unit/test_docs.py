@@ -16,12 +16,13 @@ from unittest.mock import Mock
 import pytest
 import torch
 import typer
-from transformers import PreTrainedModel
+from transformers import LlamaConfig, PreTrainedModel
 from typer.testing import CliRunner
 
 import nrl_models
-from nrl_models import AutoModelForCausalLM, registry
+from nrl_models import AutoModelForCausalLM, Sample, registry, rollout_logprobs, start_engine
 from nrl_models.cli import app
+from nrl_models.errors import MixedWeightsError
 from nrl_models.parity import compare_tensors
 from nrl_models.testing.case import FamilyCase
 from tests.unit.docs_pages import (
@@ -61,7 +62,7 @@ def test_readme_snippet_runs(here: Path, llama: PreTrainedModel) -> None:
     assert block.count(SERVER) == 1
     namespace: dict[str, Any] = {}
     exec(block.replace(SERVER, '"hf-generate"'), namespace)
-    assert namespace["metrics"].tokens == namespace["trainer"].mask.sum() > 0
+    assert namespace["metrics"].tokens == namespace["scores"].mask.sum() > 0
     assert namespace["metrics"].token_mult_prob_error < 1.0001
     assert torch.equal(namespace["model"].lm_head.weight, llama.lm_head.weight)
 
@@ -249,9 +250,66 @@ def test_lora_export_snippets_run(
     changed = {name for name, tensor in llama.state_dict().items() if not torch.equal(weights[name], tensor)}
     assert changed == {name for name in weights if name.endswith("q_proj.weight")}
     monkeypatch.chdir(tmp_path)
-    exec(block_with("docs/lora.md", "get_base_model"), names)
+    exec(block_with("docs/lora.md", 'save_pretrained("merged"'), names)
     saved = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").state_dict()
     assert all(torch.equal(tensor, weights[name]) for name, tensor in saved.items())
+
+
+def test_lora_snippet_for_tied_embeddings_runs(
+    llama_config: LlamaConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    peft = pytest.importorskip("peft")
+    monkeypatch.chdir(tmp_path)
+    llama_config.tie_word_embeddings = True
+    AutoModelForCausalLM.from_config(llama_config, dtype=torch.float32).save_pretrained("tied")
+    options = {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"], "init_lora_weights": False}
+    adapted = peft.get_peft_model(AutoModelForCausalLM.from_pretrained("tied"), peft.LoraConfig(**options))
+    adapted.get_output_embeddings().modules_to_save.default.weight.data += 1
+    state_dict_adapter = nrl_models.export_adapter(adapted)
+    page = " ".join((ROOT / "docs/lora.md").read_text().split())
+    with pytest.raises(MixedWeightsError) as caught:
+        start_engine("hf-generate", "tied").refit(state_dict_adapter.iter_export(adapted))
+    (quoted,) = re.findall(r"`(lm_head\.weight differs[^`]+)`", page)
+    assert quoted in str(caught.value)
+    names = {"peft_model": adapted, "state_dict_adapter": state_dict_adapter, "start_engine": start_engine}
+    exec(block_with("docs/lora.md", "tie_word_embeddings").replace('"vllm"', '"hf-generate"'), names)
+    input_ids = torch.tensor([[11, 12, 13]])
+    engine_logits = names["engine"].model(input_ids).logits
+    torch.testing.assert_close(engine_logits, adapted(input_ids).logits, rtol=1e-3, atol=1e-4)
+
+    base = {name: tensor + 1 for name, tensor in AutoModelForCausalLM.from_pretrained("tied").state_dict().items()}
+    with pytest.raises(RuntimeError, match=r"Missing key.*lora_A"):
+        adapted.get_base_model().load_state_dict(base)
+    layer = adapted.get_base_model().model.layers[0].self_attn.q_proj.base_layer
+    assert torch.equal(layer.weight, base["model.layers.0.self_attn.q_proj.weight"])
+    base = {name: tensor + 1 for name, tensor in base.items()}
+    adapted.load_state_dict(base, strict=False)
+    assert not torch.equal(layer.weight, base["model.layers.0.self_attn.q_proj.weight"])
+    exec(block_with("docs/lora.md", "load_state_dict"), {"peft_model": adapted, "base_weights": base})
+    assert torch.equal(layer.weight, base["model.layers.0.self_attn.q_proj.weight"])
+
+
+def test_losses_snippets_run() -> None:
+    namespace: dict[str, Any] = {}
+    first, second = blocks("docs/losses.md", "python")
+    exec(first, namespace)
+    exec(second, namespace)
+    # The ratio of a sequence of 3 tokens is exp(0.3), and DAPO averages over 6 tokens.
+    advantages, ratio = namespace["advantages"], torch.tensor(0.3).exp()
+    torch.testing.assert_close(namespace["loss"], -(advantages * 3 * ratio).sum() / 6)
+    assert namespace["settings"].eps_high == 0.28
+    assert namespace["settings"].normalize == "token"
+
+
+def test_logprobs_snippet_places_engine_logprobs(llama: PreTrainedModel) -> None:
+    """Some tokens of the samples are outside of the trainer's `top_p`."""
+    samples = [Sample((11, 12), (13, 14, 15), (-1.0, -2.0, -3.0), "length"), Sample((16,), (17,), (-4.0,), "length")]
+    names = {"model": llama, "samples": samples, "score": [[False, False, True, True, True], [False, True]]}
+    names |= {"rollout_logprobs": rollout_logprobs, "torch": torch}
+    exec(block_with("docs/logprobs.md", "result.outside]"), names)
+    assert names["result"].outside.any()
+    assert not names["result"].logprobs.requires_grad
+    assert names["engine_logprobs"].tolist() == [[0.0, 0.0, -1.0, -2.0, -3.0], [0.0, -4.0, 0.0, 0.0, 0.0]]
 
 
 def test_freezing_snippet_runs() -> None:
@@ -282,7 +340,7 @@ def test_logprobs_snippets_give_equal_gradients(llama: PreTrainedModel) -> None:
     assert expected.any()
     llama.zero_grad()
     namespace |= {"sequences": input_ids.tolist(), "score": sampled.tolist(), "optimizer": Mock()}
-    exec(block_with("docs/logprobs.md", "rollout_logprobs(model"), namespace)
+    exec(block_with("docs/logprobs.md", "optimizer.step()"), namespace)
     torch.testing.assert_close(llama.lm_head.weight.grad, expected, rtol=0, atol=1e-6 * float(expected.abs().max()))
     namespace["optimizer"].step.assert_called_once_with()
     llama.zero_grad()
