@@ -113,7 +113,7 @@ def _random_state(device_type: str) -> int:
 
 def _states_differ_in(group: DeviceMesh, name: str, inputs: Mapping[str, Any], state: int) -> bool:
     """Check that ranks of a group have the same inputs. Returns True if they have different random states."""
-    # Ranks have the keys and values of their own heads in caches.
+    # In caches, each rank has the keys and values of its heads.
     tensors = dict(_tensors_in({key: value for key, value in inputs.items() if key not in CACHE_NAMES}))
     device = next((value.device for value in tensors.values()), torch.device("cpu"))
     if device.type != group.device_type:
