@@ -12,7 +12,6 @@ import torch
 from nrl_models.common.state_dict.buckets import grouped
 from nrl_models.common.value_checks import is_integer
 from nrl_models.engines.answers import require_complete
-from nrl_models.engines.digests import TIED
 from nrl_models.engines.engine_types import (
     Capabilities,
     ModuleCall,
@@ -255,12 +254,10 @@ class Engine(GuardedCalls):
         )
 
     def _mixed_because(self, reason: str) -> str:
-        advice = "refit it again, or restart it if it has died"
-        if TIED in reason:
-            advice = "a refit with these weights always fails"
         return (
             f"{self.name} has parts of version {self.version} of the weights and parts of version {self.version + 1}, "
-            f"whose refit {reason}. It raises on every call until a refit with all weights succeeds: {advice}"
+            f"whose refit {reason}. It raises on every call until a refit with all weights succeeds: refit it again "
+            "with weights that it accepts, or restart it if it has died"
         )
 
     def _refit(self, sent: Iterator[list[NamedTensor]], digests: bool) -> dict[str, Any]:

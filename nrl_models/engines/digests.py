@@ -110,13 +110,10 @@ HEAD = "lm_head.weight"
 """Name of the weights that a configuration ties to the embeddings, without the names of parent modules."""
 
 
-TIED = "and the engine's configuration ties them (tie_word_embeddings), so it has one tensor for both"
-"""Reason of errors about untied weights. No refit with such weights can succeed."""
-
-
 def tied_apart(name: str, source: str) -> str:
     """Return the message for a tensor that differs from the tensor that the engine's configuration ties it to."""
     return (
-        f"{name} differs from {source}, {TIED}: set tie_word_embeddings=False in the model's configuration, save the "
+        f"{name} differs from {source}, and the engine's configuration ties them (tie_word_embeddings), so it has one "
+        "tensor for both: set tie_word_embeddings=False in the model's configuration, save the "
         "model, and start another engine on the saved checkpoint"
     )
