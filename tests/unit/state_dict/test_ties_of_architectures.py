@@ -21,6 +21,7 @@ from nrl_models import CheckpointError, StateDictError, export_adapter, registry
 from nrl_models.common.modules import install
 from nrl_models.common.state_dict.ties import as_keywords, declared_ties, have_same_values, tied_names, tying_keys
 from nrl_models.distributed import load_checkpoint, parallelize, save_checkpoint
+from nrl_models.errors import ShardingError
 from nrl_models.family import FamilyModel
 from nrl_models.testing.case import FamilyCase
 from nrl_models.testing.features import applies_to
@@ -205,25 +206,39 @@ def mesh(tmp_path: Path) -> Iterator[Any]:
 
 
 @applies_to(ties_embeddings)
-@pytest.mark.parametrize("is_first", [True, False], ids=["untied first", "sharded first"])
-def test_resume_checkpoint_keeps_untied_weights(
-    family_case: FamilyCase, is_first: bool, mesh: Any, tmp_path: Path
-) -> None:
+def test_weights_untied_after_sharding_raise(family_case: FamilyCase, mesh: Any, tmp_path: Path) -> None:
+    """FSDP ties them again in the next forward."""
     model = tied_model(family_case)
     ties, keys = declared_ties(model), tying_keys(model, declared_ties(model))
     if not ties:
         return
-    if is_first:
-        untied(model)
-        set_keys(model, keys, False)
-        parallelize(model, mesh)
-    else:
-        parallelize(model, mesh)
-        for name in ties:
-            owner, _, attribute = name.rpartition(".")
-            tensor = torch.nn.Parameter(model.get_parameter(name).detach() + 1)
-            model.get_submodule(owner).register_parameter(attribute, tensor)
-        set_keys(model, keys, False)
+    parallelize(model, mesh)
+    for name in ties:
+        owner, _, attribute = name.rpartition(".")
+        tensor = torch.nn.Parameter(model.get_parameter(name).detach() + 1)
+        model.get_submodule(owner).register_parameter(attribute, tensor)
+    set_keys(model, keys, False)
+    for use in (
+        lambda: dict(model.state_dict_adapter.iter_export(model)),
+        lambda: save_checkpoint(tmp_path / "resume", model),
+        lambda: model.save_pretrained(tmp_path / "saved"),
+        model.state_dict,
+    ):
+        with pytest.raises(ShardingError, match="was replaced after sharding") as caught:
+            use()
+        assert {problem.subject for problem in caught.value.problems} == set(ties)
+    assert not [path for path in tmp_path.rglob("*") if path.suffix in (".safetensors", ".json")]
+
+
+@applies_to(ties_embeddings)
+def test_resume_checkpoint_keeps_untied_weights(family_case: FamilyCase, mesh: Any, tmp_path: Path) -> None:
+    model = tied_model(family_case)
+    ties, keys = declared_ties(model), tying_keys(model, declared_ties(model))
+    if not ties:
+        return
+    untied(model)
+    set_keys(model, keys, False)
+    parallelize(model, mesh)
     own = {name: tensor.clone() for name, tensor in model.state_dict_adapter.iter_export(model, layout="transformers")}
     assert ties.keys() <= own.keys()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
