@@ -30,7 +30,7 @@ def require_no_replaced_parameters(model: nn.Module, divided: Mapping[int, froze
     problems = list(_replaced_parameters(model, divided))
     if problems:
         raise ShardingError(
-            f"{class_name(model)} has parameters that are not those that were sharded",
+            f"{class_name(model)} has changed since it was sharded",
             problems,
             [
                 "load the model without a mesh, replace or untie the weights, and then call "
