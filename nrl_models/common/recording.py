@@ -11,6 +11,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from nrl_models.common.modules import inner_of, innermost
@@ -141,12 +142,22 @@ def backward_hooks(module: nn.Module) -> int:
     return len(module._backward_hooks) + len(module._backward_pre_hooks)
 
 
+def code_of(module: nn.Module) -> tuple[int, ...]:
+    """Identify the forward hooks of a module, and a forward that replaces its own on the instance."""
+    return (*module._forward_pre_hooks, *module._forward_hooks, id(module.__dict__.get("forward")))
+
+
 def code_around(model: nn.Module) -> tuple[int, ...]:
-    """Identify the hooks of a model and of the models inside it, and forwards that replace theirs on the instance."""
+    """Identify the code of a model and of the models inside it, see `code_of`.
+
+    Empty if there are several processes: a hook on only one of them must not make it run the model more often.
+    """
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        return ()
     code: list[int] = []
     module: nn.Module | None = model
     while module is not None:
-        code += [*module._forward_pre_hooks, *module._forward_hooks, id(module.__dict__.get("forward"))]
+        code += code_of(module)
         module = inner_of(module)
     return tuple(code)
 

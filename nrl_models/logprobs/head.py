@@ -29,7 +29,7 @@ from nrl_models.common.documents.layers import BOUNDARIES
 from nrl_models.common.forward.evaluation import evaluating
 from nrl_models.common.forward.routing import own_routing
 from nrl_models.common.modules import innermost, peft_types, reads_complete_rows, virtual_tokens
-from nrl_models.common.recording import code_around, forward_replaced, hooks_that_change, one_thread_per_model
+from nrl_models.common.recording import code_around, code_of, forward_replaced, hooks_that_change, one_thread_per_model
 from nrl_models.errors import HeadError, one_line
 from nrl_models.logprobs.logit_buffers import ADVICE, PROBE, OutputHead, autocast_dtype, fitted_head, whole
 
@@ -58,7 +58,7 @@ def hidden_states_and_head(model: nn.Module, input_ids: torch.Tensor, **inputs: 
         raise HeadError(f"{_name(model)} has an adapter on its output embedding that depends on the row. {ADVICE}")
     sharded = _sharded_around(model, module) if torch.is_grad_enabled() else []
     caller = (id(module), type(module), autocast_dtype(input_ids))
-    hooks = (*code_around(model), *code_around(module), bool(module._forward_hooks) and module.training)
+    hooks = (*code_around(model), *code_of(module), bool(module._forward_hooks) and module.training)
     checked = _checked.setdefault(model, {})
     is_checked = caller in checked and checked[caller][-1] == hooks
     sample = None if is_checked else _HeadSample.of(model, module, input_ids, inputs)
