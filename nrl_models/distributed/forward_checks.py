@@ -69,7 +69,7 @@ def checked_forward(model: ChecksForward, args: Sequence[Any], kwargs: Mapping[s
     draws: RandomDraws | None = None
     is_checked = torch.is_grad_enabled() or not _continues_cache(kwargs)
     if is_checked:
-        _require_same_parameters(model, sharding.slots)
+        sharding.slots.require_same_parameters(model)
     if torch.is_grad_enabled():
         require_no_later_parameters(model, sharding.mesh, sharding.slots)
         _require_no_trained_prefix(model, sharding.mesh, kwargs)
@@ -142,6 +142,7 @@ class Slots:
         known = self._modules.get(id(module))
         return known is not None and known() is module and attribute in self._attributes[id(module)]
 
+    @torch.compiler.disable
     def require_same_parameters(self, module: nn.Module) -> None:
         """Check that no parameter was replaced, see `require_no_replaced_parameters`. Copies are not checked.
 
@@ -204,11 +205,6 @@ def require_no_later_parameters(module: nn.Module, mesh: DeviceMesh, slots: Slot
                 "nrl_models.distributed.parallelize(model, mesh); with LoRA over fsdp alone"
             ],
         )
-
-
-@torch.compiler.disable
-def _require_same_parameters(module: nn.Module, slots: Slots) -> None:
-    slots.require_same_parameters(module)
 
 
 @torch.compiler.disable

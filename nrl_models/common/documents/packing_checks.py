@@ -44,7 +44,8 @@ def why_not_packed(
     if limit is None:
         return None
     lengths = set(_lengths(documents, mask, positions))
-    if max(lengths) <= limit.tokens or (len(lengths) == 1 or (limit.is_switch and min(lengths) > limit.tokens)):
+    all_longer = limit.is_switch and min(lengths) > limit.tokens
+    if len(lengths) == 1 or max(lengths) <= limit.tokens or all_longer:
         return None
     return (
         f"above {limit.tokens} tokens, the longest document of a batch changes the rotary embeddings of the others. "

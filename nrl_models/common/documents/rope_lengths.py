@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from transformers import PreTrainedConfig
 
@@ -25,10 +25,8 @@ def length_of_new_rope(config: PreTrainedConfig) -> RopeLimit | None:
     if (switch := rope_switch(config)) is not None:
         return RopeLimit(switch, is_switch=True)
     text = config.get_text_config(decoder=True)
-    rope = getattr(text, "rope_parameters", None) or {}
-    kinds = [rope, *(value for value in rope.values() if isinstance(value, dict))]
     limit = getattr(text, "max_position_embeddings", None)
-    is_dynamic = any(kind.get("rope_type") == "dynamic" for kind in kinds)
+    is_dynamic = any(kind.get("rope_type") == "dynamic" for kind in _rope_settings(text))
     return RopeLimit(limit, is_switch=False) if is_dynamic and isinstance(limit, int) else None
 
 
@@ -38,10 +36,15 @@ def rope_switch(config: PreTrainedConfig) -> int | None:
     transformers selects the factors by the length of each sequence, vLLM by its `max_model_len`.
     """
     text = config.get_text_config(decoder=True)
-    rope = getattr(text, "rope_parameters", None) or {}
-    kinds = [rope, *(value for value in rope.values() if isinstance(value, dict))]
+    kinds = _rope_settings(text)
     if not any(kind.get("rope_type") == "longrope" for kind in kinds):
         return None
     found = [kind.get("original_max_position_embeddings") for kind in kinds]
     found.append(getattr(text, "original_max_position_embeddings", None))
     return next((limit for limit in found if isinstance(limit, int) and limit > 0), None)
+
+
+def _rope_settings(text: PreTrainedConfig) -> list[dict[str, Any]]:
+    """Return the settings of all layers, and those of each layer type."""
+    rope = getattr(text, "rope_parameters", None) or {}
+    return [rope, *(value for value in rope.values() if isinstance(value, dict))]

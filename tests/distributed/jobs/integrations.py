@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 from jobs.equality import expected, full_gradients, step
-from jobs.setting import batches, case_of, full, mesh_of, train
+from jobs.setting import batches, case_of, full, mesh_of, subjects_of_error, train
 from nrl_models import AutoModelForCausalLM, rollout_logprobs, token_logprobs
 from nrl_models.distributed import load_checkpoint, parallelize, save_checkpoint
 from nrl_models.distributed.batch_checks import require_same_batch
@@ -156,12 +156,7 @@ def later_parameters_raise(folder: str, kind: str, **sizes: int) -> list[tuple[s
     ]
     if "lora" not in kind:  # for LoRA, these raise another error
         uses += [lambda: model.save_pretrained(folder), lambda: list(model.state_dict_adapter.iter_export(model))]
-    named = []
-    for use in uses:
-        with pytest.raises(ShardingError, match=r"parallelize\(model, mesh\)") as caught:
-            use()
-        named.append(tuple(problem.subject for problem in caught.value.problems))
-    return named
+    return [subjects_of_error(use) for use in uses]
 
 
 def trained_prefix(**sizes: int) -> tuple[str, ...]:

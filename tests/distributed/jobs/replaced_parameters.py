@@ -7,15 +7,13 @@ from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-from jobs.setting import batches, case_of, full, mesh_of
+from jobs.setting import batches, case_of, full, mesh_of, subjects_of_error
 from nrl_models.distributed import ParallelPlan, parallelize, save_checkpoint
-from nrl_models.errors import ShardingError
 
 TIED = {"tie_word_embeddings": True, "vocab_size": 513}  # fsdp pads the second shard
 
@@ -52,12 +50,7 @@ def later_uses_raise(folder: str, change: str, **sizes: int) -> list[tuple[str, 
     ]
     if change != "bias":  # without gradients, ranks compute with equal values
         uses += [torch.no_grad()(uses[0]), lambda: model.load_state_dict({}, strict=False)]
-    named = []
-    for use in uses:
-        with pytest.raises(ShardingError, match=r"parallelize\(model, mesh\)") as caught:
-            use()
-        named.append(tuple(problem.subject for problem in caught.value.problems))
-    return named
+    return [subjects_of_error(use) for use in uses]
 
 
 def checks_of_decoding() -> tuple[int, int]:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from nrl_models import registry
+from nrl_models.errors import ShardingError
 from nrl_models.testing import variants
 from nrl_models.testing.case import FamilyCase
 
@@ -77,3 +79,10 @@ def new_optimizer(model: PreTrainedModel) -> torch.optim.Optimizer:
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """Return this rank's shard."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def subjects_of_error(use: Callable[[], object]) -> tuple[str, ...]:
+    """Call a function that must raise, because the model has changed since sharding. Returns what the error names."""
+    with pytest.raises(ShardingError, match=r"parallelize\(model, mesh\)") as caught:
+        use()
+    return tuple(problem.subject for problem in caught.value.problems)
