@@ -182,15 +182,9 @@ def served(trainer: PreTrainedModel, **options: Any) -> tuple[Workers, Sender]:
     return workers, Sender(workers, **options)
 
 
-@pytest.fixture(scope="module")
-def llama() -> PreTrainedModel:
-    return model_of("LlamaForCausalLM")
-
-
 QUICK = ("BitNetForCausalLM", "DeepseekV3ForCausalLM", "Qwen3MoeForCausalLM")
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(
     "architecture", [pytest.param(name, marks=() if name in QUICK else pytest.mark.long) for name in ARCHITECTURES]
 )
