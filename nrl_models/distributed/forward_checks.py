@@ -72,7 +72,7 @@ def checked_forward(model: ChecksForward, args: Sequence[Any], kwargs: Mapping[s
         sharding.slots.require_same_parameters(model)
     if torch.is_grad_enabled():
         require_no_later_parameters(model, sharding.mesh, sharding.slots)
-        _require_no_trained_prefix(model, sharding.mesh, kwargs)
+        _require_no_trained_inputs(model, sharding.mesh, kwargs)
     if sharding.stages is None and is_checked:
         inputs = {f"argument {number}": value for number, value in enumerate(args)} | dict(kwargs)
         draws = require_same_batch(sharding.mesh, inputs)
@@ -208,16 +208,21 @@ def require_no_later_parameters(module: nn.Module, mesh: DeviceMesh, slots: Slot
 
 
 @torch.compiler.disable
-def _require_no_trained_prefix(model: nn.Module, mesh: DeviceMesh, kwargs: Mapping[str, Any]) -> None:
-    """Check that a frozen model does not get a key-value cache with gradients, as from PEFT's prefix tuning.
+def _require_no_trained_inputs(model: nn.Module, mesh: DeviceMesh, kwargs: Mapping[str, Any]) -> None:
+    """Check that a frozen model gets no inputs that PEFT trains: the cache of a prefix, or embeddings of a prompt.
 
     Raises:
         ShardingError: If it does.
     """
-    cache = cache_in(kwargs) if mesh.size() > 1 else None
-    if cache is None or not cache_requires_grad(cache) or any(each.requires_grad for each in model.parameters()):
+    if mesh.size() == 1:
+        return
+    embeddings: torch.Tensor | None = kwargs.get("inputs_embeds")
+    trained = [name for name in CACHE_NAMES if cache_requires_grad(kwargs.get(name))]
+    if embeddings is not None and embeddings.requires_grad and not embeddings.is_leaf:
+        trained.append("inputs_embeds")
+    if not trained or any(each.requires_grad for each in model.parameters()):
         return
     detail = "has gradients of parameters outside the sharded model: each rank would train its own values"
-    advice = "train LoRA instead of a prefix: add the adapter before sharding, and use fsdp alone"
-    problem = Problem(ProblemKind.RANK, next(name for name in CACHE_NAMES if name in kwargs), detail)
-    raise ShardingError(f"{class_name(model)} is sharded, but the trained prefix is not", [problem], [advice])
+    advice = "train LoRA instead of a prefix or prompt: add the adapter before sharding, and use fsdp alone"
+    problems = [Problem(ProblemKind.RANK, name, detail) for name in trained]
+    raise ShardingError(f"{class_name(model)} is sharded, but its trained inputs are not", problems, [advice])

@@ -418,9 +418,16 @@ def test_parameters_added_after_sharding_raise(
     assert not (tmp_path / "saved").exists()
 
 
-@pytest.mark.parametrize("sizes", [{"fsdp": 2}, {"tp": 2}], ids=["fsdp", "tp"])
-def test_trained_prefix_of_sharded_model_raises(two: World, sizes: dict[str, int]) -> None:
-    assert two.run(partial(integrations.trained_prefix, **sizes)) == [("past_key_values",)] * 2
+@pytest.mark.parametrize(
+    ("kind", "sizes", "argument"),
+    [
+        ("prefix", {"fsdp": 2}, "past_key_values"),
+        ("prefix", {"tp": 2}, "past_key_values"),
+        ("prompt", {"tp": 2}, "inputs_embeds"),  # over fsdp, torch refuses PEFT's call of the sharded embedding
+    ],
+)
+def test_trained_inputs_of_sharded_model_raise(two: World, kind: str, sizes: dict[str, int], argument: str) -> None:
+    assert two.run(partial(integrations.trained_inputs, kind, **sizes)) == [(argument,)] * 2
 
 
 def test_copied_head_trains_under_tensor_parallelism(two: World) -> None:

@@ -61,6 +61,14 @@ def test_rank_error_raises_on_every_rank(four: World, method: str) -> None:
         assert "rank 3: ValueError: no such loss" in message
 
 
+@pytest.mark.parametrize(("change", "name"), [("replaced", "lm_head.weight"), ("added", "lm_head.extra")])
+def test_changed_model_raises_on_every_rank(four: World, change: str, name: str) -> None:
+    first, *_, last = four.run(partial(pipeline.errors_of_changed_model, **FSDP), change)
+    for own, other in zip(last, first, strict=True):
+        assert f"rank: {name}: was {change}" in own
+        assert "rank 3: ShardingError" in other or "rank 2: ShardingError" in other
+
+
 def test_checkpoint_resumes_on_other_meshes(four: World, tmp_path: Path) -> None:
     layouts = [(FSDP, "1F1B"), (TP, "ZBVZeroBubble"), ({"fsdp": 2, "tp": 2}, "1F1B")]
     for wanted, actual in four.run(pipeline.resumes, str(tmp_path), "LlamaForCausalLM", TIED, layouts):

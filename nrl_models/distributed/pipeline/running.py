@@ -16,6 +16,7 @@ from nrl_models.common.documents.layers import DecoderByDocument
 from nrl_models.common.documents.packing import start_again
 from nrl_models.common.modules import own_parameters
 from nrl_models.distributed.batch_checks import exact_digest, require_same_batch
+from nrl_models.distributed.forward_checks import require_no_later_parameters
 from nrl_models.distributed.mesh import agree, agreed, rank_in
 from nrl_models.distributed.pipeline.fsdp_gradients import free_gathered, gradients_divided_once
 from nrl_models.distributed.pipeline.schedules import Schedule
@@ -91,9 +92,10 @@ class Pipeline:
             The loss of the batch, on every rank that has this batch.
 
         Raises:
-            ShardingError: On every rank and before computing, if shapes differ between ranks or the batch cannot be
-                divided into microbatches. Also if another rank failed: the message has its error, and that rank raises
-                the error itself. Gradients are then invalid. Dropout on ranks with different random states also fails.
+            ShardingError: On every rank and before computing, if shapes differ between ranks, the batch cannot be
+                divided into microbatches, or parameters were replaced or trainable ones added after sharding. Also if
+                another rank failed: the message has its error, and that rank raises the error itself. Gradients are
+                then invalid. Dropout on ranks with different random states also fails.
         """
         self._check(inputs, targets)
         losses: list[torch.Tensor] = []
@@ -228,6 +230,9 @@ class Pipeline:
         """Check that ranks agree on a batch. Ranks that differ in `fsdp` may have different batches and shapes."""
         with agreed(self._replicas, WHAT) as known, agreed(self._of_one_batch, WHAT) as facts:
             known |= {"the microbatches": self.microbatches}
+            # The forward of a stage also checks, but its error would leave the ranks of other stages waiting.
+            self.sharding.slots.require_same_parameters(self.model)
+            require_no_later_parameters(self.model, self.mesh, self.sharding.slots)
             if problems := list(self._problems(inputs, targets)):
                 raise ShardingError("cannot run a step of the pipeline", problems)
             shapes = {name: tuple(value.shape) for name, value in (*inputs.items(), *targets.items())}

@@ -159,13 +159,14 @@ def later_parameters_raise(folder: str, kind: str, **sizes: int) -> list[tuple[s
     return [subjects_of_error(use) for use in uses]
 
 
-def trained_prefix(**sizes: int) -> tuple[str, ...]:
-    """Run a sharded model with PEFT's prefix tuning, which adds a trained cache. Returns the subjects of the error."""
+def trained_inputs(kind: str, **sizes: int) -> tuple[str, ...]:
+    """Run a sharded model with PEFT's prefix or prompt tuning. Returns the subjects of the error."""
     import peft
 
     case = case_of("LlamaForCausalLM")
     model: Any = parallelize(copy.deepcopy(case.model()).train(), mesh_of(**sizes))
-    model = peft.get_peft_model(model, peft.PrefixTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM"))
+    config_class = {"prefix": peft.PrefixTuningConfig, "prompt": peft.PromptTuningConfig}[kind]
+    model = peft.get_peft_model(model, config_class(num_virtual_tokens=3, task_type="CAUSAL_LM"))
     (batch,) = batches(case, 1)
     with pytest.raises(ShardingError, match="outside the sharded model") as caught:
         model(**batch)

@@ -223,6 +223,24 @@ def errors_of_invalid_batches() -> list[str]:
     return [*messages, str(caught.value)]
 
 
+def errors_of_changed_model(change: str, **sizes: int) -> list[str]:
+    """Replace or add a parameter of the last stage after sharding. Returns the errors of a step and an evaluation."""
+    case = case_of("LlamaForCausalLM", {"num_hidden_layers": 4})
+    model: Any = sharded(case, "1F1B", torch.float32, **sizes)
+    pipeline, (inputs, targets) = Pipeline(model, MICROBATCHES), batch(case)
+    if pipeline.stages.cut.stages - 1 in pipeline.stages.held:
+        if change == "replaced":
+            model.lm_head.weight = torch.nn.Parameter(full(model.lm_head.weight) * 2)
+        else:
+            model.lm_head.extra = torch.nn.Parameter(torch.ones(1))
+    messages = []
+    for use in (pipeline.step, pipeline.evaluate):
+        with pytest.raises(ShardingError) as caught:
+            use(inputs, loss_of, targets)
+        messages.append(str(caught.value))
+    return messages
+
+
 def _wrong_layers(self: Stages, stage: int) -> dict[str, Any]:
     layers = LAYERS_OF(self, stage)
     names = [str(index) for index in self.cut.layers(stage)]
