@@ -6,7 +6,10 @@ import math
 import sys
 from collections.abc import Mapping
 from numbers import Integral, Real
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
 
 
 def is_number(value: Any, least: float = -sys.float_info.max, most: float = sys.float_info.max) -> bool:
@@ -18,6 +21,12 @@ def is_number(value: Any, least: float = -sys.float_info.max, most: float = sys.
 def is_integer(value: Any, least: float = 0, most: float = math.inf) -> bool:
     """Return True for a whole number in the bounds, both included. Booleans are not numbers."""
     return isinstance(value, Integral) and not isinstance(value, bool) and least <= int(value) <= most
+
+
+def not_zero_or_one(mask: torch.Tensor) -> float | None:
+    """Return the first value of a mask that is neither 0 nor 1, or None."""
+    invalid = (mask != 0) & (mask != 1)
+    return mask[invalid][0].item() if bool(invalid.any()) else None
 
 
 def finite_or_none(value: Any) -> Any:

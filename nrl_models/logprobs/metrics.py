@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from nrl_models.common.value_checks import finite_or_none
+from nrl_models.common.value_checks import finite_or_none, not_zero_or_one
 from nrl_models.errors import UnknownArgumentError, one_line
 from nrl_models.logprobs.sampling import Sampling
 
@@ -46,6 +46,10 @@ def _tensors(trainer: Values, engine: Values, mask: Values | None) -> tuple[torc
     shapes = [tuple(tensor.shape) for tensor in tensors.values()]
     if any(shape != shapes[0] for shape in shapes):
         raise ValueError(f"log-probabilities and mask must have one shape, got {shapes}")
+    if mask is not None and (other := not_zero_or_one(tensors["mask"])) is not None:
+        raise ValueError(
+            f"mask has the value {other:g}: expected 1 or True for tokens to compare, 0 or False for others"
+        )
     return tuple(tensor.to(tensors["trainer"].device) for tensor in tensors.values())
 
 
@@ -173,7 +177,7 @@ def consistency_metrics(trainer: Values, engine: Values, mask: Values | None = N
 
     Raises:
         UnknownArgumentError: If an argument is neither a tensor nor lists of equal length.
-        ValueError: If shapes differ, or are not `(batch, seq_len)`.
+        ValueError: If shapes differ or are not `(batch, seq_len)`, or `mask` has values other than 0 and 1.
 
     Examples:
         >>> import torch

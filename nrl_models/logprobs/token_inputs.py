@@ -19,6 +19,7 @@ from nrl_models.common.forward.routing import routing_is_observed
 from nrl_models.common.forward.token_types import PER_TOKEN
 from nrl_models.common.modules import innermost, input_embeddings, reads_complete_rows
 from nrl_models.common.upstream import CACHE_NAMES, computes_positions
+from nrl_models.common.value_checks import not_zero_or_one
 from nrl_models.errors import UnknownArgumentError, shown, suggestion
 
 Grids = TypeVar("Grids", bound=Any)
@@ -162,9 +163,8 @@ def require_zeros_and_ones(**masks: torch.Tensor | None) -> None:
         ValueError: If one has.
     """
     for name, mask in masks.items():
-        if mask is None or mask.dtype == torch.bool or bool(((mask == 0) | (mask == 1)).all()):
+        if mask is None or mask.dtype == torch.bool or (other := not_zero_or_one(mask)) is None:
             continue
-        other = mask[(mask != 0) & (mask != 1)][0].item()
         raise ValueError(
             f"{name} has the value {other:g}: expected 1 or True for tokens and 0 or False for others. Additive masks "
             "are not supported. Packed documents are separated by position_ids"

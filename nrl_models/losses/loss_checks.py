@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from nrl_models.common.value_checks import not_zero_or_one
 from nrl_models.errors import NonFiniteError, UnknownArgumentError, shown
 
 
@@ -50,10 +51,9 @@ def require_mask(mask: torch.Tensor) -> None:
     """
     if mask.dtype == torch.bool or torch.compiler.is_compiling():  # compiled code cannot read values
         return
-    invalid = (mask != 0) & (mask != 1)
-    if bool(invalid.any()):
+    if (other := not_zero_or_one(mask)) is not None:
         raise ValueError(
-            f"mask has the value {mask[invalid][0].item():g}: expected 1 or True for sampled tokens and 0 or False for "
+            f"mask has the value {other:g}: expected 1 or True for sampled tokens and 0 or False for "
             "others. To scale the loss of a token, multiply the result of token_weights"
         )
 

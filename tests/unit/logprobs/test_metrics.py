@@ -176,3 +176,6 @@ def test_invalid_inputs_raise(metric: object) -> None:
         metric(values, values, "all")
     with pytest.raises(ValueError, match="must have one shape"):
         metric(values, [[0.0]])
+    for wrong in (-1.0, 0.5, math.nan):
+        with pytest.raises(ValueError, match=f"mask has the value {wrong:g}: expected 1 or True for compared tokens"):
+            metric(values, values, [[1.0, wrong], [0.0, 1.0]])
