@@ -47,9 +47,7 @@ def _tensors(trainer: Values, engine: Values, mask: Values | None) -> tuple[torc
     if any(shape != shapes[0] for shape in shapes):
         raise ValueError(f"log-probabilities and mask must have one shape, got {shapes}")
     if mask is not None and (other := not_zero_or_one(tensors["mask"])) is not None:
-        raise ValueError(
-            f"mask has the value {other:g}: expected 1 or True for tokens to compare, 0 or False for others"
-        )
+        raise ValueError(f"mask has the value {other:g}: expected 1 or True for compared tokens, 0 or False for others")
     return tuple(tensor.to(tensors["trainer"].device) for tensor in tensors.values())
 
 
