@@ -74,7 +74,7 @@ def page(results: Results) -> str:
 
 def _measured_on(machine: Mapping[str, str]) -> str:
     others = ", ".join(f"{key} {value}" for key, value in machine.items() if key not in ("date", "accelerator"))
-    return f"Measured on {machine.get('date', '')} with accelerator {machine['accelerator']} ({others})."
+    return f"Measured on {machine.get('date', '')}, accelerator: {machine['accelerator']} ({others})."
 
 
 def _section(section: Section, outcome: SectionOutcome | None) -> list[str]:

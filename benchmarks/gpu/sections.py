@@ -41,10 +41,10 @@ SECTIONS = (
         "level_three",
         180,
         "Logits of the same checkpoint, loaded with nrl_models and with transformers, in fp32 and bf16. The models are "
-        "one tiny model per architecture pattern, and larger ones, all with random weights. bf16 logits are compared "
-        "with fp32 logits. Their RMS error may be at most 1.25 times that of transformers, and their largest error at "
-        "most twice. For MoE models, the share of expert choices that differ is compared with a bound that is measured "
-        "per model. [Parity](parity.md) explains the bounds.",
+        "one tiny model per architecture pattern, and larger ones, all with random weights. bf16 logits that are not "
+        "equal bit for bit are compared with fp32 logits: the RMS error may be at most 1.25 times that of "
+        "transformers, and the largest error at most twice. For MoE models, the share of expert choices that differ is "
+        "compared with a bound that is measured per model. [Parity](parity.md) explains the bounds.",
     ),
     Section(
         "training",
@@ -83,8 +83,10 @@ SECTIONS = (
         "Log-probabilities of a vocabulary of 128,256",
         "vocabulary",
         90,
-        "Extra memory and time of one pass from hidden states, relative to a log-softmax over all logits in fp32. "
-        "`full logits again` repeats the baseline; its ratio shows the measurement noise.",
+        "Extra memory and time of one pass from hidden states. `full logits` computes all logits in the dtype of the "
+        "row, and their log-softmax in fp32. `nrl_models, loss` receives the loss beforehand (`token_logprobs(..., "
+        "loss=...)`), so it computes gradients in the same pass. `full logits again` repeats the baseline; its ratio "
+        "shows the measurement noise.",
     ),
     Section(
         "load",
@@ -109,7 +111,7 @@ SECTIONS = (
         "Deterministic reruns",
         "reruns",
         90,
-        "The same steps run twice from the same seed. The rows `deterministic` use "
+        "The same steps run twice from the same seed, with 4 layers of each model. The rows `deterministic` use "
         "`torch.use_deterministic_algorithms(True)`: losses and tensors must be equal bit for bit. The rows `default` "
         "show the difference without this setting.",
         {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"},

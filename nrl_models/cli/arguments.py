@@ -230,7 +230,7 @@ JsonFile = Annotated[
     ),
 ]
 Verbose = Annotated[
-    bool, typer.Option("--verbose", "-v", help="Show every check or cell, not only failures.", rich_help_panel=OUTPUT)
+    bool, typer.Option("--verbose", "-v", help="Show all results, not only failures.", rich_help_panel=OUTPUT)
 ]
 Device = Annotated[
     str, typer.Option(metavar=DEVICE, help="Device of the trainer's model, e.g. cuda:0.", rich_help_panel=TRAINER)
@@ -262,9 +262,9 @@ TrainerDtype = Annotated[
 Threshold = Annotated[
     float,
     number(
-        "A cell passes if its token_mult_prob_error is at most FLOAT. For each token, the larger of the "
-        "trainer's and the engine's probability is divided by the smaller. The metric is the mean: 1 if they are "
-        "equal. See also --noise-factor.",
+        "A cell passes if its token_mult_prob_error is at most FLOAT. This metric divides, for each token, the larger "
+        "of the trainer's and the engine's probability by the smaller, and takes the mean over tokens. It is 1 if all "
+        "probabilities are equal. See also --noise-factor.",
         panel=BOUNDS,
     ),
 ]

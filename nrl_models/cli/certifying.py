@@ -91,8 +91,8 @@ def certify(
         bool,
         typer.Option(
             "--full",
-            help="Compare log-probabilities in all 36 settings of NeMo RL's guide (length, batch size, prompts, "
-            "decoding) instead of 8. Takes hours.",
+            help="Compare log-probabilities in all 36 cells of NeMo RL's guide (combinations of length, batch size, "
+            "prompts and decoding) instead of 8. Takes hours.",
         ),
     ] = False,
     only: Annotated[
@@ -100,8 +100,8 @@ def certify(
         typer.Option(
             parser=check_name,
             metavar="CHECK",
-            help="Run only this check, and checks that share its computation. Repeatable. Other checks keep their "
-            "results from an earlier run with the same --out. If there is no earlier run, the answer cannot be "
+            help="Run only this check, and any others from the same computation. Repeatable. Checks that do not run "
+            "keep their results from an earlier run with the same --out. Without an earlier run, the answer cannot be "
             "'ready'. Names (docs/certify.md explains them; quote those with spaces): "
             f"{', '.join(CHECK_NAMES[:-2])}. Two more need --in-loop: {', '.join(CHECK_NAMES[-2:])}.",
         ),
@@ -111,7 +111,7 @@ def certify(
         typer.Option(
             parser=check_name,
             metavar="CHECK",
-            help="Skip this check, and those that share its computation. Repeatable. For the names, see --only.",
+            help="Skip this check, and all others from the same computation. Repeatable. For the names, see --only.",
         ),
     ] = None,
     seed: Annotated[int, typer.Option(metavar=INT, help="Random seed for inputs.")] = 0,
@@ -141,9 +141,9 @@ def certify(
         str | None,
         typer.Option(
             metavar="MESH",
-            help="Also train three steps with learning rates 0, 0 and 0.01, and send the weights after each. All must "
-            "arrive, and only the last step may change weights. MESH: e.g. fsdp=2 or fsdp=2,tp=2; 'none' trains in "
-            "one process. "
+            help="Also train three steps with learning rates 0, 0 and 0.01, and send the weights to the engine after "
+            "each step. All weights must arrive, and only the last step may change them. MESH is, for example, fsdp=2 "
+            "or fsdp=2,tp=2. With 'none', one process trains. "
             "\\[default: no such check]",
             callback=lambda text: text if text in (None, "none") else mesh_sizes(text),
         ),
@@ -173,10 +173,11 @@ def certify(
 ) -> None:
     """Run all checks on a checkpoint and an engine, and write a certificate: ready for RL, not ready, or not decided.
 
-    The answer is 'ready' only with --engine, and if all checks that apply to the model pass. Exit status: 0 ready, 1
-    not ready, 2 could not run, 3 not decided. With --verify: 0 if the certificate is unchanged, was made for PATH,
-    and satisfies --engine, --full, --length and --public-key (those given), whatever its answer; otherwise 1.
-    Interrupted runs resume when you repeat the command.
+    The answer is 'ready' if all checks that apply to the model pass, including those of an engine (--engine). It is
+    'not ready' if a check fails, and 'not decided' if checks are missing. Exit status: 0 ready, 1 not ready, 2 could
+    not run, 3 not decided. --verify checks an existing certificate instead, whatever its answer: exit status 0 if it
+    is unchanged, was made for PATH, and meets the requirements that you pass (--engine, --full, --length,
+    --public-key); otherwise 1. Interrupted runs resume when you repeat the command.
     """
     if verify is not None:
         require_only(context, APPLIES_TO_VERIFY, "--verify")

@@ -98,9 +98,10 @@ def refit_check(
     threshold: Annotated[
         float,
         number(
-            "Upper limit for the two bounds on token_mult_prob_error, the mean ratio of the larger to the smaller "
-            "probability (trainer's and engine's) of each token. The bound of the first refit depends on the dtype, "
-            "that of the second refit on the error after the first. A bound above FLOAT is replaced by FLOAT.",
+            "token_mult_prob_error may be at most FLOAT after each transfer. Mostly, a smaller bound applies: after "
+            "the first transfer, it depends on the dtype; after the second, on the error after the first. This metric "
+            "divides, for each token, the larger of the trainer's and the engine's probability by the smaller, and "
+            "takes the mean over tokens.",
             panel=BOUNDS,
         ),
     ] = 1.05,

@@ -79,7 +79,7 @@ def consistency(
         bool,
         typer.Option(
             "--full",
-            help="Compare the 36 cells of NeMo RL's guide: lengths 100, 1000 and 10000; batch sizes 1, 8 and 32; both "
+            help="Compare all 36 cells of NeMo RL's guide: lengths 100, 1000 and 10000; batch sizes 1, 8 and 32; both "
             "kinds of prompts and both modes.",
             rich_help_panel=MATRIX,
         ),
@@ -92,7 +92,8 @@ def consistency(
         int,
         typer.Option(
             metavar=INT,
-            help="Number of tokens to generate per sequence, at most half of --length.",
+            help="Number of tokens to generate per sequence. --length includes them. If INT is more than half of "
+            "--length, half of --length is used.",
             min=1,
             rich_help_panel=SAMPLING,
         ),
@@ -103,8 +104,8 @@ def consistency(
     strict: Annotated[
         bool,
         typer.Option(
-            help="By default, the engine samples and the trainer scores. Also compare the reverse. A cell fails if "
-            "either comparison fails.",
+            help="Compare in both directions: also score samples of the trainer with the engine. A cell fails if "
+            "either comparison fails. Without this option, only samples of the engine are scored, by the trainer.",
             rich_help_panel=SAMPLING,
         ),
     ] = False,
@@ -179,7 +180,10 @@ def consistency(
     capsule_tokens: Annotated[
         int,
         typer.Option(
-            metavar=INT, help="Store activations only of sequences of up to INT tokens.", min=1, rich_help_panel=OUTPUT
+            metavar=INT,
+            help="Leave out the activations of sequences longer than INT tokens.",
+            min=1,
+            rich_help_panel=OUTPUT,
         ),
     ] = 1024,
 ) -> None:

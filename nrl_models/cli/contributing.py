@@ -24,20 +24,23 @@ def new(
     out_of_tree: Annotated[
         Path | None,
         typer.Option(
-            metavar=DIR, help="Write an installable package to DIR. \\[default: write into this checkout of nrl_models]"
+            metavar=DIR, help="Write an installable package to DIR. \\[default: write into your clone of nrl_models]"
         ),
     ] = None,
     again: Annotated[
         bool,
-        typer.Option("--again", help="With --out-of-tree: also accept an architecture that is already registered."),
+        typer.Option(
+            "--again", help="With --out-of-tree: also accept an architecture that nrl_models already supports."
+        ),
     ] = False,
 ) -> None:
-    """Generate a family (the classes of an architecture): detect fusable projections, write the package, and test it.
+    """Generate and test a family: a Python package with nrl_models' classes for an architecture.
 
-    By default, the command writes the package, a page of test results (docs/model-coverage) and a list of configuration
-    keys into your clone of nrl_models. It lists what you have to decide, if anything. The generated tests need pytest:
-    install the extra `test`. Exit status: 0 all tests passed; 1 a test failed or a decision is open; 2 the command
-    could not run, or the model has no projections to fuse.
+    The command detects the linears that one matmul can compute (Q, K and V; gate and up). By default, it writes the
+    package into your clone of nrl_models, with a page of test results (docs/model-coverage) and a list of the
+    configuration keys that the model reads. The output ends with decisions that you have to make, if there are any.
+    The generated tests need pytest: install the extra `test`. Exit status: 0 all tests passed; 1 a test failed or a
+    decision is open; 2 the command could not run, or the model has no linears to fuse.
     """
     from rich.table import Table
 

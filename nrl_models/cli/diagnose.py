@@ -114,11 +114,11 @@ def decode_vs_prefill(
     prompts: Annotated[int, input_size("Number of prompts.")] = 8,
     length: Annotated[
         int | None,
-        input_size("Prompt length. \\[default: 64, or as many as fit]"),
+        input_size("Prompt length. \\[default: 64, or less if the model's maximum is shorter]"),
     ] = None,
     new_tokens: Annotated[
         int | None,
-        input_size("Tokens to generate per prompt. \\[default: 512, or as many as fit]"),
+        input_size("Tokens to generate per prompt. \\[default: 512, or fewer if the model's maximum is shorter]"),
     ] = None,
     threshold: Annotated[
         float,
@@ -156,7 +156,8 @@ def embeddings(
     identical_threshold: Annotated[
         float,
         number(
-            "A row is constant (its values are all the same) if their standard deviation is below FLOAT.", panel=BOUNDS
+            "A row is constant (all values in it are equal) if the standard deviation of its values is below FLOAT.",
+            panel=BOUNDS,
         ),
     ] = 1e-8,
     reinitialize: Annotated[
@@ -164,8 +165,9 @@ def embeddings(
         typer.Option(
             "--reinitialize",
             metavar=DIR,
-            help="Write the checkpoint to DIR with new values for rows that are near zero, constant, close to the mean "
-            "row, or contain NaN or infinity. Duplicates and clusters of similar rows are left unchanged.",
+            help="Write the checkpoint to DIR with new values for rows that are near zero, constant or close to the "
+            "mean row, and for rows with NaN or infinity. Rows that are only equal or similar to other rows do not "
+            "change.",
             rich_help_panel=OUTPUT,
         ),
     ] = None,
@@ -205,11 +207,13 @@ def precision(
     prompts: Annotated[int, input_size("Number of prompts.")] = 4,
     length: Annotated[
         int | None,
-        input_size("Prompt length. \\[default: 64, or as many as fit]", least=2),
+        input_size("Prompt length. \\[default: 64, or less if the model's maximum is shorter]", least=2),
     ] = None,
     new_tokens: Annotated[
         int | None,
-        input_size("Tokens that eager mode generates per prompt. \\[default: 64, or as many as fit]"),
+        input_size(
+            "Tokens that eager mode generates per prompt. \\[default: 64, or fewer if the model's maximum is shorter]"
+        ),
     ] = None,
     tolerance: Annotated[
         float,
@@ -255,16 +259,19 @@ def prefix_caching(
     ] = None,
     count: Annotated[
         int | None,
-        input_size("Prompt: the numbers from 1 to INT. \\[default: 3000, or as many as fit]"),
+        input_size("Prompt: the numbers from 1 to INT. \\[default: 3000, or fewer if the model's maximum is shorter]"),
     ] = None,
     new_tokens: Annotated[
         int | None,
-        input_size("Tokens to generate in each of two turns. \\[default: 2048, or as many as fit]"),
+        input_size(
+            "Tokens to generate in each of two turns. \\[default: 2048, or fewer if the model's maximum is shorter]"
+        ),
     ] = None,
     threshold: Annotated[
         float,
         number(
-            "Largest token_mult_prob_error that passes: the mean of exp(|cached - prefill|) of log-probabilities.",
+            "The check passes if token_mult_prob_error, the mean of exp(|cached - prefill|), is at most FLOAT. Both "
+            "are log-probabilities: of the same token with the cache, and by prefill.",
             panel=BOUNDS,
         ),
     ] = 1.05,

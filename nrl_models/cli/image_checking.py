@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 ImageFiles = Annotated[
     list[Path] | None,
     input_file(
-        "Image file. Instead of the matrix, compare the log-probabilities of one prompt per image, by default in "
-        "float32. Repeatable. Needs --engine vllm.",
+        "Image file. Compare the log-probabilities of one prompt per image, instead of text prompts. --dtype is then "
+        "float32 by default. Repeatable. Needs --engine vllm.",
         panel=INPUT,
     ),
 ]

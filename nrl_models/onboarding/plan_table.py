@@ -14,13 +14,13 @@ ROWS = {
     "parameters": "this rank's share",
     "gradients": "this rank's share",
     "optimizer": "this rank's share of AdamW's two states",
-    "gathered": "what fsdp holds unsharded at a time: two layers, embeddings and head, with gradients",
+    "gathered": "unsharded at the same time, with their gradients: two layers, embeddings and head",
     "activations": "of one micro-batch",
     "buffers": "on every rank",
 }
 
 ROWS_OF_STAGES = ROWS | {
-    "gathered": "what fsdp holds unsharded at a time: two layers, embeddings and head; all gradients of the stages",
+    "gathered": "unsharded at the same time: two layers, embeddings and head; all gradients of the stages",
     "activations": "of all micro-batches in flight",
 }
 """Descriptions with `pp`."""

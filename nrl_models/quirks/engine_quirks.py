@@ -106,7 +106,7 @@ INFERENCE = (
     ),
     Quirk(
         name="engine-tokenizer",
-        symptom="An engine started without a tokenizer rejects every model with images.",
+        symptom="An engine started without a tokenizer rejects every model that accepts images.",
         where=("engine",),
         applies=predicates.has_towers,
         handling="The tokenizer is skipped only for text models.",

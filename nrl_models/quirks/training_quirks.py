@@ -67,8 +67,8 @@ TRAINING = (
     ),
     Quirk(
         name="routing-flips",
-        symptom="When activation checkpointing recomputes, or in an engine, an MoE model may choose other experts than "
-        "in the trainer's forward, if two router scores are almost equal. The gradients then belong to a different "
+        symptom="When activation checkpointing recomputes, or in an engine, an MoE model may choose different experts "
+        "than in the trainer's forward, if two router scores are almost equal. Gradients then belong to a different "
         "computation.",
         where=("trainer", "engine"),
         applies=predicates.has_experts,

@@ -117,7 +117,7 @@ def test_readme_figures_match_generated_pages() -> None:
     assert f"{len(CATALOG)} known bugs" in text
     _, vllm, images, mlx = (counts(part) for part in (ROOT / "docs/engine-coverage.md").read_text().split("\n## "))
     assert (
-        f"Of {vllm.shared} architectures (some in several configurations) that vLLM also supports, "
+        f"vLLM also supports {vllm.shared} of these models (architectures, and variants such as Gemma 4 with experts). "
         f"{vllm.compared + vllm.not_run} were tried on a CPU. {vllm.compared} ran: "
         f"{vllm.agreeing} agree after each of two refits; {vllm.disagreeing} disagree or do not accept new weights; "
         f"{vllm.undecided} are not decided. {vllm.not_run} did not run."
@@ -128,8 +128,8 @@ def test_readme_figures_match_generated_pages() -> None:
         f"{images.disagreeing} disagree."
     ) in text
     assert (
-        f"Of {mlx.shared} architectures (some in several configurations) that MLX-LM also supports, "
-        f"{mlx.compared + mlx.not_run} were tried. {mlx.compared} ran: {mlx.agreeing} agree, "
+        f"MLX-LM also supports {mlx.shared} of these models. {mlx.compared + mlx.not_run} were tried. "
+        f"{mlx.compared} ran: {mlx.agreeing} agree, "
         f"{mlx.disagreeing} disagree."
     ) in text
 

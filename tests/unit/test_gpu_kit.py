@@ -302,7 +302,7 @@ def test_page_lists_figures_failures_and_missing_cases(results: Results) -> None
     assert "| packed | 0.512 |" in text
     assert "**Failed**: second: OutOfMemoryError: &lt;tried> \\[to] allocate \\| 2 GiB" in text
     assert "Not yet measured: third." in text
-    assert "accelerator none" in text
+    assert "accelerator: none" in text
     assert text.count("\nNot yet measured.\n") == len(SECTIONS) - 1
 
 
