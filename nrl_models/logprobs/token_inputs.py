@@ -245,7 +245,7 @@ def mask_and_positions(
     ):
         position_ids = None
     if attention_mask is not None and not bool(attention_mask.all()):
-        inputs["attention_mask"] = attention_mask
+        inputs["attention_mask"] = attention_mask.long()  # some models of transformers subtract it from 1
         if (
             position_ids is None
             and "position_ids" in inspect.signature(inner.forward).parameters
