@@ -1,8 +1,7 @@
 """Metadata of a GGUF file that affects the computation, but is not in transformers' tables.
 
 transformers ignores keys that are not in its tables: factors of rotary embeddings, soft caps, windows. Here, each key
-of
-the file's architecture is used, has no effect, or raises. The keys are those of llama.cpp (`gguf.constants.Keys`).
+of the file's architecture is used, has no effect, or raises. The keys are those of llama.cpp (`gguf.constants.Keys`).
 """
 
 from __future__ import annotations
@@ -20,7 +19,6 @@ NO_EFFECT = frozenset(
     {
         "block_count",
         "context_length",
-        "decoder_start_token_id",
         "embedding_length",
         "pooling_type",
         "expert_feed_forward_length",

@@ -42,7 +42,13 @@ def convert(name: str, array: Any, config: Any) -> Arrays:
 
 
 def write_model(
-    file: Path, kind: str = "T5", activation: str = "gated-gelu", *, has_head: bool = True, decoders: int = 2
+    file: Path,
+    kind: str = "T5",
+    activation: str = "gated-gelu",
+    *,
+    has_head: bool = True,
+    decoders: int = 2,
+    start: int = 0,
 ) -> Any:
     """Write a random model and return it. Without a head, the file ties it to the embeddings."""
     config_class, title = MODELS[kind]
@@ -60,7 +66,7 @@ def write_model(
     model: Any = getattr(transformers, f"{kind}ForConditionalGeneration")(config).eval()
     randomize(model)
     head = {"output.weight": torch.randn(320, 64).numpy()} if has_head else {}
-    keys = KEYS | ({"decoder_block_count": decoders} if decoders != 2 else {})
+    keys = KEYS | {"decoder_start_token_id": start} | ({"decoder_block_count": decoders} if decoders != 2 else {})
     write(file, model, "t5", Case(config, keys, convert), extra=head, title=title)
     return model
 
@@ -117,6 +123,18 @@ def test_classifiers_with_new_head(auto: Any, kind: str, tmp_path: Path) -> None
         {name: value for name, value in base_model_tensors(model.state_dict()).items() if name in encoder_tensors},
     )
     assert "encoder.block.1.layer.1.DenseReluDense.wi_1.weight" in encoder_tensors
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_classifier_starts_decoder_with_token_of_file(kind: str, tmp_path: Path) -> None:
+    config = write_model(tmp_path / "model.gguf", kind, start=7).config
+    loaded = AutoModelForSequenceClassification.from_pretrained(tmp_path, new_head=True, num_labels=2)
+    config.decoder_start_token_id, config.num_labels = 7, 2
+    expected = getattr(transformers, f"{kind}ForSequenceClassification")(config).eval()
+    expected.load_state_dict(loaded.state_dict())
+    ids = torch.tensor([[5, 6, 8, 1]])
+    with torch.no_grad():
+        assert torch.equal(loaded(input_ids=ids).logits, expected(input_ids=ids).logits)
 
 
 def test_incomplete_file_raises(tmp_path: Path) -> None:
