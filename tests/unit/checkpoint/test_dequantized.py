@@ -21,8 +21,9 @@ from transformers import (
     LlamaConfig,
     Mxfp4Config,
     PreTrainedModel,
+    Qwen3_5Config,
 )
-from versions import since
+from versions import needs, since
 
 from nrl_models import AutoModelForCausalLM, AutoModelForImageTextToText, CheckpointError
 from nrl_models.common.checkpoint.dequantized import FP4_VALUES, from_fp8, from_mxfp4, quantized_part
@@ -254,6 +255,22 @@ def test_vision_language_model_quantization_config(part: str | None, tmp_path: P
     assert not quantized_part(model.config)
     exported = dict(model.state_dict_adapter.iter_export(model))
     assert_same({key: exported[key] for key in expected}, expected)
+
+
+@needs("Qwen3_5ForConditionalGeneration")
+@pytest.mark.parametrize("part", ["text_config", None])
+def test_text_model_of_quantized_vision_language_checkpoint(part: str | None, tmp_path: Path) -> None:
+    whole = new_model(tiny_config(Qwen3_5Config), "ForConditionalGeneration", dtype=torch.bfloat16)
+    expected = save_in_form(whole, "static", tmp_path)
+    settings = {"quantization_config": {"quant_method": "fp8", **FORMS["static"][1]}}
+    content = json.loads((tmp_path / "config.json").read_text())
+    edit_config(tmp_path, **(settings if part is None else {part: content[part] | settings}))
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    assert not quantized_part(model.config)
+    exported = dict(model.state_dict_adapter.iter_export(model))
+    text = {key: tensor for key, tensor in expected.items() if ".language_model." in key}
+    assert text
+    assert_same({key: exported[key] for key in text}, text)
 
 
 @pytest.mark.parametrize("shape", [(4,), (4, 1, 1)])

@@ -486,25 +486,31 @@ def test_snapshot_download_patterns(llama_checkpoint: Path, monkeypatch: pytest.
     }
 
 
+@pytest.mark.parametrize("variant", [None, "fp16"])
+@pytest.mark.parametrize("subfolder", ["", "part"])
 def test_shards_with_other_names_are_downloaded(
-    monkeypatch: pytest.MonkeyPatch, llama_shards: Path, tmp_path: Path
+    subfolder: str, variant: str | None, monkeypatch: pytest.MonkeyPatch, llama_shards: Path, tmp_path: Path
 ) -> None:
     """Some repositories name their shards `layers-1.safetensors`, `outside.safetensors` and `mtp.safetensors`."""
-    repository = shutil.copytree(llama_shards, tmp_path / "repository")
-    renamed = {name: name.replace("model-", "layers[1]-") for name in weight_map(repository).values()}
-    edit_index(repository, lambda entries: entries.update({key: renamed[name] for key, name in entries.items()}))
+    repository, downloaded = tmp_path / "repository", tmp_path / "downloaded"
+    folder = shutil.copytree(llama_shards, repository / subfolder)
+    renamed = {name: name.replace("model-", "layers[1]-") for name in weight_map(folder).values()}
+    edit_index(folder, lambda entries: entries.update({key: renamed[name] for key, name in entries.items()}))
     for name, new_name in renamed.items():
-        (repository / name).rename(repository / new_name)
-    (repository / "consolidated.safetensors").write_bytes(b"the same weights in another layout")
+        (folder / name).rename(folder / new_name)
+    (folder / "consolidated.safetensors").write_bytes(b"the same weights in another layout")
+    if variant is not None:
+        (folder / INDEX).rename(folder / f"model.safetensors.index.{variant}.json")
 
     def download(_: str, *, allow_patterns: list[str], **options: Any) -> str:
-        for path in repository.iterdir():
-            if any(fnmatch(path.name, pattern) for pattern in allow_patterns):
-                shutil.copy(path, tmp_path / "downloaded")
-        return str(tmp_path / "downloaded")
+        for path in filter(Path.is_file, repository.rglob("*")):
+            name = path.relative_to(repository)
+            if any(fnmatch(str(name), pattern) for pattern in allow_patterns):
+                (downloaded / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy(path, downloaded / name)
+        return str(downloaded)
 
-    (tmp_path / "downloaded").mkdir()
     monkeypatch.setattr("nrl_models.common.checkpoint.resolve_folder.snapshot_download", download)
-    with closing(CheckpointFiles(resolve_folder("owner/name"))) as checkpoint:
+    with closing(CheckpointFiles(resolve_folder("owner/name", subfolder=subfolder), variant)) as checkpoint:
         assert checkpoint.tensors.keys() == weight_map(llama_shards).keys()
-    assert not (tmp_path / "downloaded" / "consolidated.safetensors").exists()
+    assert not (downloaded / subfolder / "consolidated.safetensors").exists()
