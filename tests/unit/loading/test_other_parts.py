@@ -199,6 +199,14 @@ def test_mismatched_sizes_of_tied_embeddings(architecture: str, tmp_path: Path) 
     assert len(resized.get_input_embeddings().weight) == size
 
 
+@pytest.mark.parametrize(("count", "kind"), [(2, ProblemKind.UNEXPECTED), (8, ProblemKind.PARTIAL)])
+def test_another_number_of_separate_experts_raises(count: int, kind: ProblemKind, mixtral_checkpoint: Path) -> None:
+    """transformers stacks the experts first, and initializes the stacks."""
+    with pytest.raises(CheckpointError, match=r"experts\.0\.w1|experts\.2\.w1") as raised:
+        AutoModelForCausalLM.from_pretrained(mixtral_checkpoint, num_local_experts=count, ignore_mismatched_sizes=True)
+    assert {problem.kind for problem in raised.value.problems} == {kind}
+
+
 # State dicts
 
 
