@@ -6,10 +6,8 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
-from transformers import AutoProcessor
 
 from nrl_models.certify.certified import CheckpointUnderTest
 from nrl_models.certify.check_result import CheckResult, Side, Status, status_of
@@ -32,6 +30,7 @@ from nrl_models.engines.scores import final_scores, padded
 from nrl_models.errors import EngineError, EngineUnavailableError, listed, one_line
 from nrl_models.inputs.images import takes_images
 from nrl_models.inputs.model_inputs import inputs_for
+from nrl_models.inputs.processors import load_processor
 from nrl_models.logprobs.metrics import shown_error, token_mult_prob_error
 from nrl_models.logprobs.sampling import Sampling
 from nrl_models.onboarding.inspect import ModelKind, kinds_of
@@ -253,7 +252,7 @@ def _raw_images(subject: CheckpointUnderTest) -> tuple[list[float], int, float, 
 
     from nrl_models.consistency.vision.image_files import file_prompt
 
-    processor: Any = AutoProcessor.from_pretrained(subject.folder, trust_remote_code=False)
+    processor = load_processor(subject.folder)
     prompts = []
     with tempfile.TemporaryDirectory() as folder:
         for number, size in enumerate(PIXELS):

@@ -58,16 +58,13 @@ def check_image_files(
     if engine != "vllm" or "python" in options["engine_options"]:
         raise typer.BadParameter("--images needs --engine vllm in this environment, without --engine-option python")
 
-    from transformers import AutoProcessor
-
-    from nrl_models.common.checkpoint.generations import require_links_inside
     from nrl_models.common.checkpoint.resolve_folder import resolve_folder
     from nrl_models.consistency.vision.image_check import check_images
     from nrl_models.consistency.vision.image_files import ImageReport, file_prompt
+    from nrl_models.inputs.processors import load_processor
 
     folder = resolve_folder(path)
-    require_links_inside(folder)
-    processor = AutoProcessor.from_pretrained(folder, trust_remote_code=False)
+    processor = load_processor(folder)
     prompts = [file_prompt(processor, file, text) for file in files]
     with status("comparing images"):
         comparisons = check_images(folder, prompts, sampling=sampling, **options)

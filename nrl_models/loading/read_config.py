@@ -23,6 +23,7 @@ from nrl_models.common.config.validate import without_ignored
 from nrl_models.common.config.walk import parts
 from nrl_models.common.gguf import gguf_tables
 from nrl_models.common.trust.hub_kernels import refuse_hub_kernels
+from nrl_models.common.trust.other_models import refuse_timm_files
 from nrl_models.errors import (
     CheckpointError,
     ConfigurationError,
@@ -56,8 +57,8 @@ def read_config(
 
     Raises:
         ConfigurationError: If `config.json` states two values for a setting of the rotary embedding.
-        CheckpointError: If links leave the directory, `config.json` is not a JSON object or has an invalid value, or a
-            GGUF file is damaged or of an architecture that transformers cannot read.
+        CheckpointError: If links leave the directory, `config.json` is not a JSON object, has an invalid value or names
+            another timm model, or a GGUF file is damaged or of an architecture that transformers cannot read.
         UnknownArchitectureError: If the `model_type` is unknown.
         RemoteCodeError: If the checkpoint needs its own code or a kernel of the hub, and `trust_remote_code` is not
             set.
@@ -149,6 +150,7 @@ def _needs_its_code(folder: Path, trust_remote_code: bool) -> bool:
     if problems:
         raise CheckpointError(f"cannot load {folder}", problems, [f"correct it in {CONFIG_NAME}"])
     check_limits(content, _config_file(folder))
+    refuse_timm_files(content, _config_file(folder))
     if not trust_remote_code:
         refuse_hub_kernels(content, str(_config_file(folder)))
     if model_type in CONFIG_MAPPING:

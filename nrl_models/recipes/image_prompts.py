@@ -12,8 +12,8 @@ from typing import Any, cast
 
 import torch
 
-from nrl_models.common.checkpoint.generations import require_links_inside
-from nrl_models.errors import Problem, ProblemKind, RecipeError, one_line
+from nrl_models.errors import CheckpointError, Problem, ProblemKind, RecipeError, one_line
+from nrl_models.inputs import processors
 from nrl_models.recipes.rows import appended_ids, with_template
 
 MARK = "<image>"
@@ -27,13 +27,12 @@ def load_processor(folder: Path) -> Any:
 
     Raises:
         RecipeError: If the processor does not load.
-        CheckpointError: If a file is a link to a file outside of the directory.
+        CheckpointError: See `inputs.processors.load_processor`.
     """
-    from transformers import AutoProcessor
-
-    require_links_inside(folder)
     try:
-        return AutoProcessor.from_pretrained(folder, trust_remote_code=False)
+        return processors.load_processor(folder)
+    except CheckpointError:
+        raise
     except Exception as error:  # any error of the processor's code
         raise _refused("processor", f"in {folder} does not load: {one_line(error)}") from error
 

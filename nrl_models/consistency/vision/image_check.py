@@ -13,10 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoProcessor
 
 from nrl_models.auto import auto_class_for
-from nrl_models.common.checkpoint.generations import require_links_inside
 from nrl_models.common.checkpoint.resolve_folder import resolve_folder
 from nrl_models.common.config.causality import marks_prefix
 from nrl_models.consistency.cells import NOISE_FACTOR, THRESHOLD, largest_error
@@ -26,6 +24,7 @@ from nrl_models.engines.hf import HFEngine
 from nrl_models.engines.vllm import VLLMEngine
 from nrl_models.errors import ConsistencyError
 from nrl_models.inputs.images import cast, image_token
+from nrl_models.inputs.processors import load_processor
 from nrl_models.logprobs.metrics import token_mult_prob_error
 from nrl_models.logprobs.sampling import Sampling
 from nrl_models.parity.noise import rounded_otherwise
@@ -252,11 +251,10 @@ def check_images(
     Raises:
         EngineError: If vLLM does not start, fails, or does not support images.
         ConsistencyError: If nothing can be compared.
-        OSError, CheckpointError, ...: See `AutoProcessor` and `from_pretrained`.
+        OSError, CheckpointError, ...: See `load_processor` and `from_pretrained`.
     """
     folder = resolve_folder(path)
-    require_links_inside(folder)
-    processor = AutoProcessor.from_pretrained(folder, trust_remote_code=False)
+    processor = load_processor(folder)
     model = auto_class_for(path).from_pretrained(path, dtype=dtype, device="cpu")
     engine = VLLMEngine.start(path, dtype=dtype, **dict(engine_options or {}))
     with engine:

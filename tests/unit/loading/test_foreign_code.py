@@ -12,14 +12,18 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import WEIGHTS, assert_same, edit_config
-from transformers import BitsAndBytesConfig, PreTrainedModel
+from recipe_inputs import gemma4_processor
+from transformers import BitsAndBytesConfig, DacConfig, DacModel, PreTrainedModel
 from transformers.integrations import hub_kernels
 from versions import since
 
-from nrl_models import AutoModel, AutoModelForCausalLM, CheckpointError
+from nrl_models import AutoModel, AutoModelForCausalLM, CheckpointError, registry
 from nrl_models.engines import start_engine
 from nrl_models.errors import RemoteCodeError
+from nrl_models.inputs import processors
 from nrl_models.loading.read_config import read_config
+from nrl_models.recipes import image_prompts
+from nrl_models.testing.case import FamilyCase
 
 KERNELS: dict[str, dict[str, Any]] = {
     "attn_implementation": {"attn_implementation": "someone/kernel"},
@@ -192,3 +196,55 @@ def test_remote_code_is_saved_with_model(method: str, folder: Path, tmp_path: Pa
     again = AutoModelForCausalLM.from_pretrained(saved, trust_remote_code=True)
     assert type(again).__name__ == "OwnForCausalLM"
     assert_same(again.state_dict(), model.state_dict())
+
+
+TIMM_MODEL = "Gemma3nForConditionalGeneration"
+
+TIMM: dict[str, dict[str, Any]] = {
+    "model_args.checkpoint_path": {"model_args": {"checkpoint_path": "payload.pth"}},
+    "model_args.pretrained": {"model_args": {"pretrained": True}},
+    "model_args.pretrained_cfg_overlay": {"model_args": {"pretrained_cfg_overlay": {"file": "payload.pth"}}},
+    "architecture": {"architecture": "local-dir:other"},
+}
+"""Values of a vision configuration with which timm reads another file or directory, by the key in the error."""
+
+
+@pytest.mark.parametrize("key", TIMM)
+def test_timm_files_in_config_are_not_read(key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if unmet := registry.unmet_requirement(TIMM_MODEL):
+        pytest.skip(f"needs {unmet}")
+    config = FamilyCase(registry.model_class(TIMM_MODEL)).config.to_dict()
+    vision = config["vision_config"] | TIMM[key]
+    vision["model_args"] = config["vision_config"]["model_args"] | TIMM[key].get("model_args", {})
+    (tmp_path / "config.json").write_text(json.dumps(config | {"vision_config": vision}))
+    torch.save({}, tmp_path / "payload.pth")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(torch, "load", lambda *args, **kwargs: pytest.fail(f"opens {args[0]}"))
+    loads: list[Callable[[], Any]] = [
+        lambda: read_config(tmp_path),
+        lambda: AutoModel.from_pretrained(tmp_path),
+        lambda: start_engine("hf-generate", tmp_path, load_format="dummy"),
+    ]
+    for load in loads:
+        with pytest.raises(CheckpointError, match=f"vision_config.{key}"):
+            load()
+
+
+@pytest.mark.parametrize("file", ["processor_config.json", "audio_tokenizer_config.json"])
+@pytest.mark.parametrize("module", [image_prompts, processors], ids=["recipe", "image check"])
+def test_audio_tokenizer_of_processor_is_not_read(
+    module: Any, file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, other = tmp_path / "checkpoint", tmp_path / "other"
+    gemma4_processor(FamilyCase(registry.model_class("Gemma4ForConditionalGeneration")).config).save_pretrained(folder)
+    module.load_processor(folder)
+    codec = DacModel(DacConfig(encoder_hidden_size=8, decoder_hidden_size=16, downsampling_ratios=[2], n_codebooks=1))
+    codec.config.save_pretrained(other)
+    torch.save(codec.state_dict(), other / "pytorch_model.bin")
+    named = {"audio_tokenizer_class": "DacModel", "audio_tokenizer_name_or_path": str(other)}
+    if file == "processor_config.json":
+        named = json.loads((folder / file).read_text()) | {"audio_tokenizer": named}
+    (folder / file).write_text(json.dumps(named))
+    monkeypatch.setattr(torch, "load", lambda *args, **kwargs: pytest.fail(f"opens {args[0]}"))
+    with pytest.raises(CheckpointError, match="audio_tokenizer"):
+        module.load_processor(folder)
