@@ -1,12 +1,13 @@
-"""State that all threads of a process share: the lock for building models, and the garbage collector."""
+"""State that all threads share: the lock for building models, replaced functions, and the garbage collector."""
 
 from __future__ import annotations
 
 import gc
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 BUILDING = threading.RLock()
 """Held while transformers builds or loads a model.
@@ -37,3 +38,61 @@ def no_collections() -> Iterator[None]:
         yield
     finally:
         gc.enable()
+
+
+class _Replaced:
+    """A function of a module or class that some threads replace.
+
+    Args:
+        owner, name: The module or class, and the name of the function.
+    """
+
+    def __init__(self, owner: Any, name: str) -> None:
+        self.owner, self.name, self.threads = owner, name, 0
+        self.is_own, self.original = name in vars(owner), getattr(owner, name)
+        self.of_thread = threading.local()
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return getattr(self.of_thread, "function", self.original)(*args, **kwargs)
+
+        setattr(owner, name, call)
+
+    def restore(self) -> None:
+        """Put the original function back."""
+        if self.is_own:
+            setattr(self.owner, self.name, self.original)
+        else:
+            delattr(self.owner, self.name)
+
+
+_replaced: dict[tuple[Any, str], _Replaced] = {}
+_REPLACING = threading.RLock()
+
+
+@contextmanager
+def replaced_here(owner: Any, name: str, function: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
+    """Replace a function of a module or class in this thread only. Yields the function that it replaces.
+
+    `mock.patch` replaces it for all threads, and two simultaneous patches restore each other's function.
+
+    Args:
+        owner: A module or class.
+        name: Name of the function.
+        function: The replacement. For a method, `self` is its first argument.
+    """
+    with _REPLACING:
+        replaced = _replaced.get((owner, name)) or _Replaced(owner, name)
+        _replaced[owner, name] = replaced
+        replaced.threads += 1
+    outer = vars(replaced.of_thread).copy()
+    replaced.of_thread.function = function
+    try:
+        yield outer.get("function", replaced.original)
+    finally:
+        del replaced.of_thread.function
+        vars(replaced.of_thread).update(outer)
+        with _REPLACING:
+            replaced.threads -= 1
+            if not replaced.threads:
+                del _replaced[owner, name]
+                replaced.restore()

@@ -88,7 +88,9 @@ class References:
         changed.load_state_dict(original.state_dict(), strict=False, assign=True)
         if next(changed.buffers(), None) is not None:
             # Buffers (RoPE tables, scales) depend on the changed configuration.
-            for name, buffer in type(original)._from_config(config, dtype=torch.float32).named_buffers():
+            with BUILDING:
+                built = type(original)._from_config(config, dtype=torch.float32)
+            for name, buffer in built.named_buffers():
                 owner, attribute = owner_of(changed, name)
                 owner._buffers[attribute] = buffer.to(self.device)
         changed.tie_weights()

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import nn
@@ -16,7 +14,7 @@ from nrl_models.common.backend import BackendConfig, Combine, should_combine
 from nrl_models.common.checkpoint.files import CheckpointFiles
 from nrl_models.common.dtypes import named_dtype
 from nrl_models.common.modules import owner_of
-from nrl_models.common.process_state import BUILDING
+from nrl_models.common.process_state import BUILDING, replaced_here
 from nrl_models.common.state_dict.matching import is_wide_float
 from nrl_models.common.upstream import mark_initialized
 from nrl_models.errors import ConfigurationError, Problem, ProblemKind, UnknownArgumentError
@@ -44,44 +42,26 @@ def build_skeleton(
     return model
 
 
-class _ThisThread(threading.local):
-    """State of one thread."""
-
-    builds_skeleton = False
-
-
-_this_thread = _ThisThread()
-
-
 @contextmanager
 def _parameters_on_meta() -> Iterator[None]:
     """Put parameters that modules register on meta and leave them uninitialized, in this thread only.
 
     accelerate's `init_empty_weights` and transformers' `no_init_weights` do so in every thread.
     """
-    register_parameter, init_weights = nn.Module.register_parameter, PreTrainedModel.init_weights
 
     def register_on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-        if parameter is not None and parameter.device.type != "meta" and _this_thread.builds_skeleton:
+        if parameter is not None and parameter.device.type != "meta":
             attributes = vars(parameter)
             parameter = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
             vars(parameter).update(attributes)
         register_parameter(module, name, parameter)
 
-    def skip_init_weights(model: PreTrainedModel) -> None:
-        if not _this_thread.builds_skeleton:
-            init_weights(model)
-
     with (
         BUILDING,
-        mock.patch.object(nn.Module, "register_parameter", register_on_meta),
-        mock.patch.object(PreTrainedModel, "init_weights", skip_init_weights),
+        replaced_here(nn.Module, "register_parameter", register_on_meta) as register_parameter,
+        replaced_here(PreTrainedModel, "init_weights", lambda model: None),
     ):
-        _this_thread.builds_skeleton = True
-        try:
-            yield
-        finally:
-            _this_thread.builds_skeleton = False
+        yield
 
 
 def compute_buffers(model: PreTrainedModel) -> None:

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from nrl_models.common.forward.random_states import random_states_kept
+from nrl_models.common.process_state import BUILDING
 from nrl_models.common.state_dict.adapter import StateDictAdapter
 from nrl_models.errors import Problem, ProblemKind, StateDictError
 from nrl_models.family import FamilyModel
@@ -178,10 +179,10 @@ def proven_settings(model: FamilyModel) -> GPTSettings:
     # Sequences of small models are short, so scaling parameters of rotary positions are not scaled down.
     rope = {"rope_parameters": config.rope_parameters}
     with random_states_kept():
+        tiny = tiny_config(copy.deepcopy(config), {**model_class.tiny, **rope}, model_class)
         torch.manual_seed(0)
-        small = model_class._from_config(
-            tiny_config(copy.deepcopy(config), {**model_class.tiny, **rope}, model_class), dtype=torch.float32
-        ).eval()
+        with BUILDING:
+            small = model_class._from_config(tiny, dtype=torch.float32).eval()
         randomize(small)
         choices, difference = _best_reading(small)
     if difference > TOLERANCE:

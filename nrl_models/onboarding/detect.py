@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from nrl_models.common.forward.random_states import random_states_kept
 from nrl_models.common.modules import is_at
+from nrl_models.common.process_state import BUILDING
 from nrl_models.common.projections.tracing import Trace, trace_linears
 from nrl_models.common.state_dict.adapter import StateDictAdapter
 from nrl_models.common.upstream import cache_in, cache_input
@@ -112,7 +113,8 @@ def detect(model_class: type[PreTrainedModel], overrides: Mapping[str, Any] | No
         step = DetectionStep.BUILD
         with random_states_kept():
             torch.manual_seed(0)
-            model = model_class._from_config(copy.deepcopy(tiny.config)).eval()
+            with BUILDING:
+                model = model_class._from_config(copy.deepcopy(tiny.config)).eval()
             randomize(model)  # with zeros, a gated image would not affect the logits
         step = DetectionStep.TEXT
         multimodal = takes_images(model) or takes_audio(model)

@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
-from unittest import mock
 from weakref import ref
 
 import torch
@@ -19,6 +18,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, masking_utils
 from nrl_models.common.config.at_fault import blaming
 from nrl_models.common.config.positions import model_limit
 from nrl_models.common.modules import class_name, is_base_model
+from nrl_models.common.process_state import replaced_here
 from nrl_models.common.upstream_torch import TorchDispatchMode
 from nrl_models.distributed import tensor as divided
 from nrl_models.distributed.mesh import has_stages
@@ -128,9 +128,9 @@ def run_step(model: PreTrainedModel, setting: Setting, mesh: DeviceMesh) -> tupl
             stack.callback(module.register_forward_pre_hook(enter, with_kwargs=True).remove)
             stack.callback(module.register_forward_hook(leave).remove)
         # The function reads values, which tensors on meta do not have.
-        stack.enter_context(mock.patch.object(masking_utils, "find_packed_sequence_indices", return_value=None))
+        stack.enter_context(replaced_here(masking_utils, "find_packed_sequence_indices", lambda position_ids: None))
         # On meta, torch would use the math implementation, which stores all scores. The kernels of devices do not.
-        stack.enter_context(mock.patch.object(nn.functional, "scaled_dot_product_attention", _fused_attention))
+        stack.enter_context(replaced_here(nn.functional, "scaled_dot_product_attention", _fused_attention))
         exchanges = stack.enter_context(_Exchanges(mesh, setting.seq_len))
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda packed: packed.tensor):
             if stage is None or stage.is_last:
@@ -265,8 +265,8 @@ def _stub_experts(model: PreTrainedModel, setting: Setting, stack: ExitStack) ->
             and not cls.__module__.startswith(divided.__name__)
             and "mixed_into" not in vars(cls)
         )
-        stack.enter_context(mock.patch.object(computes, "forward", lambda self, hidden, *_, **__: hidden * 1))
-    stack.enter_context(mock.patch.object(ExpertsOfThisRank, "forward", _exchanged))
+        stack.enter_context(replaced_here(computes, "forward", lambda self, hidden, *_, **__: hidden * 1))
+    stack.enter_context(replaced_here(ExpertsOfThisRank, "forward", _exchanged))
     return found
 
 

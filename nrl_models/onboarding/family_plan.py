@@ -17,6 +17,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from nrl_models import registry
 from nrl_models.common.checkpoint.files import CheckpointFiles
 from nrl_models.common.config.keys import BOOKKEEPING
+from nrl_models.common.process_state import BUILDING
 from nrl_models.common.upstream import architectures_of
 from nrl_models.errors import NRLModelsError, StateDictError, one_line
 from nrl_models.families import folders
@@ -148,7 +149,7 @@ def heads_beside(model_class: type[PreTrainedModel], config: PreTrainedConfig) -
 def _trunk_of(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> type | None:
     """Return the class of a model without its head; None if it cannot be built from this configuration."""
     try:
-        with torch.device("meta"):
+        with BUILDING, torch.device("meta"):
             return type(model_class._from_config(copy.deepcopy(config)).base_model)
     except Exception:  # the detection reports the reason
         return None
@@ -185,7 +186,7 @@ def misfits(model_class: type[PreTrainedModel], config: PreTrainedConfig, folder
         return []
     try:
         files = CheckpointFiles(folder)
-        with torch.device("meta"):
+        with BUILDING, torch.device("meta"):
             model = model_class._from_config(config)
         with closing(files):
             fit_checkpoint(model, files, dtype=torch.float32)

@@ -14,6 +14,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from nrl_models.common.dtypes import kept_dtypes
 from nrl_models.common.forward.soft_cap import reference_attention
+from nrl_models.common.process_state import BUILDING
 from nrl_models.family import FamilyModel
 from nrl_models.inputs.model_inputs import Inputs, inputs_for
 from nrl_models.testing.tiny import tiny_config
@@ -92,7 +93,8 @@ class FamilyCase:
         if dtype not in self._references:
             torch.manual_seed(SEED)
             attention = reference_attention(self.reference_class)
-            reference = self.reference_class._from_config(self.config, dtype=dtype, **attention)
+            with BUILDING:
+                reference = self.reference_class._from_config(self.config, dtype=dtype, **attention)
             randomize(reference)
             widen(reference, dtype)
             reference.to(self.device)

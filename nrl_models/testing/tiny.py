@@ -14,6 +14,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from nrl_models.common.config.walk import all_values
+from nrl_models.common.process_state import BUILDING
 from nrl_models.errors import NRLModelsError, one_line
 from nrl_models.inputs.model_inputs import inputs_for
 from nrl_models.testing import sizes
@@ -133,7 +134,8 @@ def _attempt(
         reached = "configuration"
         if model_class is not None:
             torch.manual_seed(0)
-            model = model_class._from_config(copy.deepcopy(config)).eval()
+            with BUILDING:
+                model = model_class._from_config(copy.deepcopy(config)).eval()
             reached = "build"
             inputs = inputs_for(model, length=12, images=True)
             reached = "inputs"

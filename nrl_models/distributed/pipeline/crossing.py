@@ -13,12 +13,12 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel, masking_utils
 
+from nrl_models.common.process_state import replaced_here
 from nrl_models.common.upstream_torch import TorchDispatchMode, local_scalar_dense, tree_leaves
 from nrl_models.errors import Problem, ProblemKind, listed, one_line
 
@@ -197,7 +197,7 @@ class _Trace:
         with ExitStack() as stack, torch.no_grad():
             _without_routing(self.model)
             # The function reads values, which tensors on meta do not have.
-            stack.enter_context(mock.patch.object(masking_utils, "find_packed_sequence_indices", return_value=None))
+            stack.enter_context(replaced_here(masking_utils, "find_packed_sequence_indices", lambda position_ids: None))
             for index, layer in enumerate(self.layers):
                 layer.register_forward_pre_hook(partial(self._enter, index), with_kwargs=True)
                 layer.register_forward_hook(partial(self._leave, index))

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import gc
 import os
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,14 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import new_model
+from common.source_names import dotted, trees
 from torch import nn
-from transformers import LlamaConfig, MixtralConfig, PreTrainedModel
+from transformers import LlamaConfig, MixtralConfig, PreTrainedModel, masking_utils
 
 from nrl_models import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification, start_engine
 from nrl_models.common.checkpoint.limits import TENSORS, limited_build
+from nrl_models.common.process_state import replaced_here
+from nrl_models.distributed.pipeline.crossing import crossing_of
 from nrl_models.errors import ConfigurationError
 from nrl_models.testing.suite.asserts import assert_same_tensors
 from nrl_models.testing.tiny import tiny_config
@@ -33,6 +37,7 @@ def process_state() -> list[Any]:
     shared = [nn.Module.register_parameter, nn.Module.register_buffer, torch.empty, torch.get_default_dtype()]
     hooks = (value for name, value in vars(nn.modules.module).items() if name.startswith("_global_"))
     shared += [dict(value) for value in hooks if isinstance(value, dict)]
+    shared += [masking_utils.find_packed_sequence_indices, nn.functional.scaled_dot_product_attention]
     shared += [PreTrainedModel.init_weights, PreTrainedModel.tie_weights, gc.isenabled()]
     return [*shared, *(getattr(nn.init, name) for name in sorted(vars(nn.init)) if name.endswith("_"))]
 
@@ -157,3 +162,83 @@ def test_build_limits_are_thread_local() -> None:
             pool.submit(lambda: [torch.empty(0) for _ in range(TENSORS + 1)]).result()
         with pytest.raises(ConfigurationError, match="needs more than 20,000 tensors"):
             [torch.empty(0) for _ in range(TENSORS + 1)]
+
+
+def test_replaced_function_is_thread_local() -> None:
+    """The first of two threads ends its replacement first, so it would restore before the second one does."""
+    before, position = process_state(), torch.tensor([[0, 1, 0, 1]])
+    first_ends, second_ends = threading.Event(), threading.Event()
+    both = threading.Barrier(3)
+
+    def replace(value: str, ends: threading.Event) -> list[Any]:
+        with replaced_here(masking_utils, "find_packed_sequence_indices", lambda position_ids: value):
+            both.wait()
+            found = [masking_utils.find_packed_sequence_indices(position)]
+            with replaced_here(masking_utils, "find_packed_sequence_indices", lambda position_ids: "inner") as outer:
+                found += [masking_utils.find_packed_sequence_indices(position), outer(position)]
+            ends.wait()
+            return [*found, masking_utils.find_packed_sequence_indices(position)]
+
+    with ThreadPoolExecutor(2) as pool:
+        results = [pool.submit(replace, "first", first_ends), pool.submit(replace, "second", second_ends)]
+        both.wait()
+        assert masking_utils.find_packed_sequence_indices(position).tolist() == [[0, 0, 1, 1]]
+        first_ends.set()
+        assert results[0].result() == ["first", "inner", "first", "first"]
+        assert masking_utils.find_packed_sequence_indices(position).tolist() == [[0, 0, 1, 1]]
+        second_ends.set()
+        assert results[1].result() == ["second", "inner", "second", "second"]
+    assert process_state() == before
+
+
+def test_inherited_method_is_restored() -> None:
+    with replaced_here(nn.Identity, "half", lambda self: "replaced"):
+        assert nn.Identity().half() == "replaced"
+        assert isinstance(nn.Linear(1, 1).half(), nn.Linear)
+    assert "half" not in vars(nn.Identity)
+
+
+def test_pipeline_trace_does_not_change_other_threads(llama_config: LlamaConfig) -> None:
+    """While a model's layers are traced, another thread still keeps packed documents apart."""
+    model = AutoModelForCausalLM.from_config(llama_config, dtype=torch.float32)
+    found: list[Any] = []
+    position = torch.tensor([[0, 1, 0, 1]])
+
+    def elsewhere(*_: Any) -> None:
+        with ThreadPoolExecutor(1) as pool:
+            found.append(pool.submit(masking_utils.find_packed_sequence_indices, position).result())
+
+    model.model.norm.register_forward_hook(elsewhere)
+    crossing_of(model)
+    assert [value.tolist() for value in found] == [[[0, 0, 1, 1]]]
+
+
+def unlocked_builds(tree: ast.AST, locked: bool = False) -> Iterator[int]:
+    """Yield the lines that build or initialize a transformers model without holding the lock."""
+    for node in ast.iter_child_nodes(tree):
+        called = getattr(node.func, "attr", "") if isinstance(node, ast.Call) else ""
+        if called in ("_from_config", "initialize_weights") and not locked:
+            yield node.lineno
+        locks = locked or (isinstance(node, ast.With) and any(map(takes_lock, node.items)))
+        yield from unlocked_builds(node, locks)
+
+
+def takes_lock(item: ast.withitem) -> bool:
+    expression = item.context_expr
+    return dotted(getattr(expression, "func", expression)) in ("BUILDING", "_parameters_on_meta")
+
+
+def test_all_builds_hold_lock() -> None:
+    """transformers replaces functions of torch.nn.init and sets the default dtype while it builds a model."""
+    modules = {name: tree for name, tree in trees().items() if not name.startswith(("families/", "testing/suite/"))}
+    assert {name: list(unlocked_builds(tree)) for name, tree in modules.items() if [*unlocked_builds(tree)]} == {}
+    assert [*unlocked_builds(ast.parse("model._from_config(config)"))] == [1]
+
+
+def test_functions_are_replaced_in_one_thread_only() -> None:
+    importers = [name for name, tree in trees().items() if any(map(imports_mock, ast.walk(tree)))]
+    assert importers == [], "use replaced_here: mock.patch replaces functions for all threads"
+
+
+def imports_mock(node: ast.AST) -> bool:
+    return isinstance(node, ast.ImportFrom | ast.Import) and any("mock" in alias.name for alias in node.names)
