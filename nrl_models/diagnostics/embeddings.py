@@ -21,7 +21,7 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from nrl_models.auto import auto_class_for
 from nrl_models.common.checkpoint.files import CheckpointFiles
-from nrl_models.common.checkpoint.generations import RECORD
+from nrl_models.common.checkpoint.generations import RECORD, TEMPLATES
 from nrl_models.common.checkpoint.local_path import is_gguf
 from nrl_models.common.checkpoint.resolve_folder import resolve_folder
 from nrl_models.common.checkpoint.writing import require_replaceable, staged
@@ -30,6 +30,7 @@ from nrl_models.common.gguf.gguf_files import open_files
 from nrl_models.common.modules import class_name, input_embeddings
 from nrl_models.common.state_dict.adapter import StateDictAdapter
 from nrl_models.common.state_dict.ties import have_same_values
+from nrl_models.common.trust.inside import files_inside
 from nrl_models.diagnostics.embedding_rows import (
     IDENTICAL,
     NEAR_ZERO,
@@ -258,6 +259,10 @@ def _lines(
     )
 
 
+def _not_copied(folder: str, names: list[str]) -> list[str]:
+    return [name for name in names if name == RECORD or (name != TEMPLATES and Path(folder, name).is_dir())]
+
+
 def ranges(indices: Sequence[int]) -> str:
     """Return sorted indices as text: `0-1,3-999,1192`."""
     # In a run of consecutive indices, the difference between an index and its position is constant.
@@ -266,14 +271,17 @@ def ranges(indices: Sequence[int]) -> str:
 
 
 def write_reinitialized(folder: Path, target: Path, summaries: Sequence[EmbeddingSummary], seed: int) -> int:
-    """Write the checkpoint to `target` with untrained rows reinitialized. Other data is copied unchanged.
+    """Write the checkpoint to `target` with untrained rows reinitialized. Its other files are copied unchanged.
+
+    Subdirectories are not copied, except the one with chat templates.
 
     Returns:
         Number of reinitialized rows.
 
     Raises:
-        CheckpointError: If no row is healthy.
+        CheckpointError: If no row is healthy, or a link leaves the directory.
     """
+    files = files_inside(folder, _not_copied)
     without_healthy = [each.key for each in summaries if each.untrained.degenerate and each.healthy_std == 0.0]
     if without_healthy:
         raise CheckpointError(
@@ -291,17 +299,18 @@ def write_reinitialized(folder: Path, target: Path, summaries: Sequence[Embeddin
         new = torch.randn(len(rows), summary.shape[1], generator=generator) * summary.healthy_std
         new_rows |= dict.fromkeys((summary.key, *summary.copies), (rows, new.to(summary.dtype)))
     with staged(target) as stage:
-        for source in sorted(path for path in folder.iterdir() if path.is_file() and path.name != RECORD):
+        for path, source in files.items():
             keys: list[str] = []
-            if source.suffix == ".safetensors":
+            if path.suffix == ".safetensors":
                 with safe_open(source, "pt") as stored:
                     keys, metadata = sorted(new_rows.keys() & set(stored.keys())), stored.metadata()
             if not keys:
-                shutil.copy2(source, stage / source.name)
+                (stage / path).parent.mkdir(exist_ok=True)
+                shutil.copy2(source, stage / path)
                 continue
             tensors = safetensors.torch.load_file(source)
             for key in keys:
                 rows, new = new_rows[key]
                 tensors[key][rows] = new.to(tensors[key])
-            safetensors.torch.save_file(tensors, stage / source.name, metadata=metadata)
+            safetensors.torch.save_file(tensors, stage / path, metadata=metadata)
     return sum(len(summary.untrained.degenerate) for summary in changed.values())

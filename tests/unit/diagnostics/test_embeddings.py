@@ -118,6 +118,20 @@ def test_reinitialize_changes_only_untrained_rows(untrained: Path, tmp_path: Pat
         assert file.metadata() == {"format": "pt"}
 
 
+def test_reinitialize_copies_no_files_outside(untrained: Path, tmp_path: Path) -> None:
+    (untrained / "additional_chat_templates").mkdir()
+    (untrained / "additional_chat_templates" / "tools.jinja").write_text("template")
+    (untrained / "logs").mkdir()
+    diagnose_embeddings(untrained, reinitialize=tmp_path / "copied")
+    assert (tmp_path / "copied" / "additional_chat_templates" / "tools.jinja").read_text() == "template"
+    assert not (tmp_path / "copied" / "logs").exists()
+    (tmp_path / "secret").write_text("secret")
+    (untrained / "notes.bin").symlink_to(tmp_path / "secret")
+    with pytest.raises(CheckpointError, match=r"notes\.bin: is a link that leaves the directory"):
+        diagnose_embeddings(untrained, reinitialize=tmp_path / "mended")
+    assert not (tmp_path / "mended").exists()
+
+
 def test_reinitialize_in_place_raises(untrained: Path) -> None:
     with pytest.raises(CheckpointError, match="in place"):
         diagnose_embeddings(untrained, reinitialize=untrained, overwrite=True)
