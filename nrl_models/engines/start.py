@@ -14,6 +14,7 @@ from nrl_models.common.checkpoint.resolve_folder import resolve_folder
 from nrl_models.common.config.positions import model_limit
 from nrl_models.common.trust.servers import TRANSFORMERS_BACKEND, VLLMS, require_engine
 from nrl_models.engines.base import Engine
+from nrl_models.engines.weight_names import require_standard_names
 from nrl_models.errors import EngineError
 from nrl_models.loading.read_config import read_config
 
@@ -48,7 +49,8 @@ def start_engine(
 
     Raises:
         EngineError: If the name is unknown, or the engine is not installed or does not start.
-        CheckpointError: If a file of the checkpoint is a link to a file outside of its directory.
+        CheckpointError: If a file of the checkpoint is a link to a file outside of its directory, or vLLM or mlx-lm
+            would read other weights than the checkpoint has.
 
     Examples:
         >>> from nrl_models import Sampling, start_engine
@@ -67,6 +69,8 @@ def start_engine(
                 f"`nrl-models convert {path} DIR --dtype bfloat16`, then check DIR"
             )
         require_links_inside(folder)
+        if load_format == "auto":
+            require_standard_names(folder, "vLLM")
     if name == TRANSFORMERS_BACKEND:
         keywords["model_impl"] = "transformers"
     if name in VLLMS and "python" in options:
@@ -78,6 +82,8 @@ def start_engine(
 
         return VLLMEngine.start(path, **keywords)
     if name == "mlx":
+        if load_format == "auto" and not is_gguf(folder := resolve_folder(path)):
+            require_standard_names(folder, "mlx-lm", "model*.safetensors")
         from nrl_models.engines.processes.mlx import MLXEngine
 
         return MLXEngine.start(path, **keywords)

@@ -157,6 +157,23 @@ def test_named_weights_are_those_of_every_load(norm: Callable[[Path], torch.Tens
     assert torch.equal(norm(checkpoint).detach(), tensors["model.norm.weight"])
 
 
+@pytest.mark.parametrize("engine", ["vllm", "vllm-transformers", "mlx"])
+def test_engine_that_ignores_named_weights_raises(engine: str, checkpoint: Path) -> None:
+    shutil.copy(checkpoint / "model.safetensors", checkpoint / "other.safetensors")
+    set_weights_in_config(checkpoint, "other.safetensors")
+    with pytest.raises(CheckpointError, match=r"transformers_weights .* is 'other\.safetensors'[\s\S]*convert"):
+        start_engine(engine, checkpoint)
+
+
+@pytest.mark.parametrize("name", ["model.fp16.safetensors", "model-00001-of-00002.safetensors"])
+def test_mlx_raises_for_further_weights(name: str, checkpoint: Path) -> None:
+    """mlx-lm reads all files called `model*.safetensors`. The order decides which of two equal names counts."""
+    shutil.copy(checkpoint / "model.safetensors", checkpoint / name)
+    AutoModelForCausalLM.from_pretrained(checkpoint)
+    with pytest.raises(CheckpointError, match=rf"{name}: is not part of the checkpoint, and mlx-lm reads it"):
+        start_engine("mlx", checkpoint)
+
+
 def load_vllm_adapter(folder: Path) -> Any:
     llm = SimpleNamespace(llm_engine=SimpleNamespace(vllm_config=SimpleNamespace(lora_config=True)))
     return load_adapter_into_vllm(llm, folder, 1)
