@@ -43,6 +43,17 @@ def checkpoint_path(text: str) -> Path:
     return path
 
 
+def output_directory(text: str) -> Path:
+    """Parse a directory to write.
+
+    Raises:
+        typer.BadParameter: It is empty, as with a shell variable that is not set.
+    """
+    if not text:
+        raise typer.BadParameter("the path is empty: pass . for the current directory")
+    return Path(text)
+
+
 def config_path(text: str) -> Path:
     """Parse a checkpoint as `checkpoint_path` does, or a `config.json` file."""
     path = Path(text).expanduser()

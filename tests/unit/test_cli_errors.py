@@ -61,6 +61,13 @@ def test_suggested_paths_are_valid_for_command(models: Path) -> None:
     assert f"did you mean {folder / 'config.json'}?" in output("quirks", folder / "config.jsn")
 
 
+def test_convert_to_empty_path_raises(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A shell variable that is not set. The current directory would be written."""
+    monkeypatch.chdir(models)
+    assert "the path is empty: pass . for the current directory" in output("convert", models / "checkpoint", "")
+    assert [path.name for path in models.iterdir()] == ["checkpoint"]
+
+
 def test_from_pretrained_suggests_paths_and_keywords(models: Path) -> None:
     load, folder = nrl_models.AutoModelForCausalLM.from_pretrained, models / "checkpoint"
     with pytest.raises(CheckpointError, match=rf"no such directory \(did you mean {folder}\?\)"):

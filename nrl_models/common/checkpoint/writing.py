@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from huggingface_hub import split_torch_state_dict_into_shards
@@ -27,14 +27,21 @@ def folder_to_write(folder: str | os.PathLike[str]) -> Path:
     """Return the path of a directory to save into, with `~` expanded.
 
     Raises:
-        UnknownArgumentError: If it is neither a string nor a path, or names an unknown user's home directory.
+        UnknownArgumentError: If it is neither a string nor a path, is empty, or no directory can have that path: an
+            unknown user's home directory, a null byte, too many characters.
     """
     if not isinstance(folder, str | os.PathLike) or not isinstance(os.fspath(folder), str):
         raise UnknownArgumentError(f"{shown(folder)}: expected a directory to save into, as a string or a path")
+    if not os.fspath(folder):
+        raise UnknownArgumentError("the directory to save into is empty: pass '.' for the current directory")
     try:
-        return Path(folder).expanduser()
-    except RuntimeError as error:
-        raise UnknownArgumentError(f"{shown(str(folder))}: {error}") from error
+        path = Path(folder).expanduser()
+        with suppress(FileNotFoundError, NotADirectoryError, PermissionError):
+            os.lstat(path)
+    except (OSError, RuntimeError, ValueError) as error:
+        detail = getattr(error, "strerror", None) or error
+        raise UnknownArgumentError(f"{shown(str(folder))} is not a directory to save into: {detail}") from error
+    return path
 
 
 def checked_file_size(size: int | str) -> int | str:

@@ -330,7 +330,7 @@ def test_invalid_max_shard_size_raises(
     assert not (tmp_path / "saved").exists()
 
 
-@pytest.mark.parametrize("folder", [None, 5, b"saved", "~nobody-has-this-name/saved"])
+@pytest.mark.parametrize("folder", [None, 5, b"saved", "~nobody-has-this-name/saved", "", "a\0b", "n" * 256])
 def test_invalid_folder_raises(models: tuple[LlamaForCausalLM, LlamaForCausalLM], folder: Any) -> None:
     with pytest.raises(UnknownArgumentError):
         models[0].save_pretrained(folder)
