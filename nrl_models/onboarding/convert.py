@@ -15,6 +15,7 @@ from transformers import PreTrainedConfig
 from nrl_models import registry
 from nrl_models.auto import auto_class_for
 from nrl_models.common.checkpoint.files import CheckpointFiles
+from nrl_models.common.checkpoint.generations import FileWatch
 from nrl_models.common.checkpoint.local_path import CONFIG_NAME, GENERATION_NAME, is_gguf
 from nrl_models.common.checkpoint.resolve_folder import resolve_folder
 from nrl_models.common.checkpoint.writing import (
@@ -32,6 +33,7 @@ from nrl_models.common.upstream import architectures_of, class_of_transformers
 from nrl_models.errors import CheckpointError, Problem, ProblemKind, UnknownArchitectureError
 from nrl_models.loading.fit import stored_dtypes
 from nrl_models.loading.read_config import part_for, read_config
+from nrl_models.loading.source import again_if_replaced
 
 LEFT_BEHIND = (*WEIGHT_FILES, "*.index.json", ".git", ".cache", MARKER, ".nrl-*", ".*.nrl-saving-*")
 """Files that are not copied: weights, which would be the old ones or others, indices of missing files, records of a
@@ -70,7 +72,22 @@ def convert(
         UnknownArgumentError: If the dtype or size is invalid.
     """
     checked_file_size(max_shard_size)
-    folder, target = resolve_folder(source, all_but=LEFT_BEHIND), folder_to_write(target)
+    target = folder_to_write(target)
+    again_if_replaced(source, lambda: _convert(source, target, dtype, max_shard_size, overwrite))
+    written = CheckpointFiles(target)
+    kinds = sorted({str(tensor.dtype).removeprefix("torch.") for tensor in written.tensors.values()})
+    return f"{len(written.tensors):,} tensors, {written.nbytes / 1e9:.3f} GB, {' and '.join(kinds)}"
+
+
+def _convert(source: str | Path, target: Path, dtype: str, max_shard_size: str, overwrite: bool) -> None:
+    """Write the checkpoint once, from one generation of its files."""
+    folder = resolve_folder(source, all_but=LEFT_BEHIND)
+    with FileWatch(folder.parent if is_gguf(folder) else folder) as watch:
+        _write(folder, target, dtype, max_shard_size, overwrite, watch)
+
+
+def _write(folder: Path, target: Path, dtype: str, max_shard_size: str, overwrite: bool, watch: FileWatch) -> None:
+    """Write the checkpoint in `folder` to `target`, if `watch` finds its files unchanged at the end."""
     require_replaceable(folder, target, overwrite=overwrite)
     left_out = [target, *results_in(folder)]
     others = {} if is_gguf(folder) else files_inside(folder, shutil.ignore_patterns(*LEFT_BEHIND), left_out)
@@ -89,9 +106,7 @@ def convert(
             if str(path) not in saved:
                 (stage / path).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy2(file, stage / path)
-    written = CheckpointFiles(target)
-    kinds = sorted({str(tensor.dtype).removeprefix("torch.") for tensor in written.tensors.values()})
-    return f"{len(written.tensors):,} tensors, {written.nbytes / 1e9:.3f} GB, {' and '.join(kinds)}"
+        watch.check()
 
 
 def _require_finite(model: nn.Module, load_wide: Callable[[], nn.Module]) -> None:

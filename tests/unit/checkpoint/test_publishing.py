@@ -31,6 +31,7 @@ from nrl_models.common.checkpoint.writing import require_replaceable, staged, wr
 from nrl_models.diagnostics.embeddings import write_reinitialized
 from nrl_models.errors import ProblemKind, SaveError
 from nrl_models.loading import pretrained
+from nrl_models.onboarding import convert as convert_module
 from nrl_models.onboarding.convert import convert
 from tests.campaign.publishing import (
     OTHERS,
@@ -206,6 +207,25 @@ def test_convert_and_copy_after_killed_save(saved: list[Generation], tmp_path: P
         assert (folder / "merges.txt").read_text() == "merges.txt 2"
         assert not list(folder.glob(".*"))
     assert (tmp_path / "converted" / "logs" / "model.txt").read_text() == "log"
+
+
+@pytest.mark.parametrize("before", ["_require_same_architecture", "_require_finite"])
+def test_convert_reads_one_generation(
+    before: str, saved: list[Generation], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A save replaces the source once while it is converted, before or after its weights are read."""
+    source, step, published = prepare(tmp_path / "work", saved[0]), getattr(convert_module, before), []
+
+    def publish_first(*args: Any) -> None:
+        if not published:
+            Writer(saved[2], source, lambda: None).save()
+            published.append(True)
+        step(*args)
+
+    monkeypatch.setattr(convert_module, before, publish_first)
+    convert(source, tmp_path / "converted")
+    assert read(tmp_path / "converted", saved) == 2
+    assert (tmp_path / "converted" / "merges.txt").read_text() == "merges.txt 2"
 
 
 def test_foreign_publishing_log_raises(saved: list[Generation], tmp_path: Path) -> None:
