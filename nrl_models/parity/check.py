@@ -155,6 +155,8 @@ def _with_weights(
         if not is_gguf:
             watch.saw(require_readable(found))
             options["use_safetensors"] = True  # never a pickle
+        # transformers loads with defaults if this file cannot be read.
+        generation = None if is_gguf else generation_config(reference_class, found)
         keywords.pop("quantization_config", None)
         # transformers ignores some metadata of GGUF files that affects the computation.
         config = copy.deepcopy(model.config) if is_gguf else type(model.config).from_pretrained(source, **keywords)
@@ -165,7 +167,7 @@ def _with_weights(
             reference: Any = reference_class.from_pretrained(
                 source if dequantized is None else None, config=config, **options
             )
-        if dequantized and (generation := generation_config(reference_class, found)) is not None:
+        if dequantized and generation is not None:
             reference.generation_config = generation
     if not is_gguf:
         reference.name_or_path = reference.config.name_or_path = str(path)  # a publish moves the files in `found`

@@ -173,8 +173,8 @@ class FileWatch:
     def _identity(self, name: str) -> Identity | None:
         try:
             self._open.append(os.open(self.location / name, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK))
-        except OSError:
-            return None
+        except OSError:  # there is none, or it may not be read, which its reader reports
+            return identity_at(self.location / name)
         return identity(os.fstat(self._open[-1]))
 
     def __enter__(self) -> FileWatch:

@@ -35,7 +35,8 @@ def as_path(path_or_id: str | os.PathLike[str]) -> Path:
 
     Raises:
         UnknownArgumentError: If it is neither a string nor a path, or empty.
-        CheckpointError: If no file can have that path: a null byte, an unknown user, or too many characters.
+        CheckpointError: If no file can have that path: a null byte, an unknown user, or too many characters. Also if a
+            directory that contains it may not be read.
     """
     if not isinstance(path_or_id, str | os.PathLike) or not isinstance(os.fspath(path_or_id), str):
         raise UnknownArgumentError(f"{shown(path_or_id)}: expected a directory, a file or the name of a hub repository")
@@ -43,13 +44,21 @@ def as_path(path_or_id: str | os.PathLike[str]) -> Path:
         raise UnknownArgumentError("the path is empty: pass '.' for the current directory")
     try:
         path = Path(path_or_id).expanduser()
-        with suppress(FileNotFoundError, NotADirectoryError, PermissionError):
+        with suppress(FileNotFoundError, NotADirectoryError):
             os.lstat(path)
+    except PermissionError as error:
+        raise not_permitted(path, error) from error
     except (OSError, RuntimeError, ValueError) as error:
         detail = f"is not a path: {getattr(error, 'strerror', None) or error}"
         problem = Problem(ProblemKind.FILE, shown(str(path_or_id)), detail)
         raise CheckpointError("cannot load a checkpoint", [problem], ["correct the path"]) from error
     return path
+
+
+def not_permitted(path: Path, error: PermissionError) -> CheckpointError:
+    """Return the error for a directory or file that may not be read."""
+    problem = Problem(ProblemKind.FILE, str(error.filename or path), f"cannot be read: {error.strerror}")
+    return CheckpointError(f"cannot load {path}", [problem], ["check the permissions of the file and its directories"])
 
 
 def is_local(path_or_id: str | Path) -> bool:

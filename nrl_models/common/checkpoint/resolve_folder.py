@@ -26,6 +26,7 @@ from nrl_models.common.checkpoint.local_path import (
     find_gguf,
     is_gguf,
     is_local,
+    not_permitted,
     similar_checkpoint,
 )
 from nrl_models.common.checkpoint.named_weights import named_weights, note_repository, problem_of
@@ -124,6 +125,8 @@ def resolve_folder(
         with FileWatch(folder / subfolder) as watch:
             try:
                 return _usable(watch.location, gguf_file)
+            except PermissionError as error:
+                raise not_permitted(folder, error) from error
             except CheckpointError:
                 if not watch.changed():
                     raise

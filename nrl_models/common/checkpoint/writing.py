@@ -88,7 +88,9 @@ def require_replaceable(source: Path, target: Path, *, overwrite: bool) -> None:
     Raises:
         CheckpointError: If `target` is the source, or has a checkpoint and `overwrite` is False.
     """
-    if target.exists() and plain(source).resolve() == target.resolve():
+    with reporting_disk(target):
+        exists = target.exists()
+    if exists and plain(source).resolve() == target.resolve():
         problem = Problem(ProblemKind.FILE, str(target), "is the checkpoint itself, which cannot be written in place")
         raise CheckpointError(f"cannot write {target}", [problem], ["pass another directory"])
     patterns = (CONFIG_NAME, *WEIGHT_FILES, "*.index.json")
@@ -122,9 +124,9 @@ def staged(target: str | Path) -> Iterator[Path]:
     if target in _stages:
         yield target
         return
-    if target.is_file():
-        raise SaveError(f"cannot save into {target}: it is a file, expected a directory")
     with reporting_disk(target):
+        if target.is_file():
+            raise SaveError(f"cannot save into {target}: it is a file, expected a directory")
         target.parent.mkdir(parents=True, exist_ok=True)
         beside = f".{short_name(target.name)}{TEMPORARY}"
         remove_dead(target.parent, beside)
