@@ -13,8 +13,8 @@ from nrl_models.common.checkpoint.local_path import is_gguf
 from nrl_models.common.checkpoint.resolve_folder import resolve_folder
 from nrl_models.common.config.positions import model_limit
 from nrl_models.common.trust.servers import TRANSFORMERS_BACKEND, VLLMS, require_engine
+from nrl_models.common.trust.weight_names import require_standard_names
 from nrl_models.engines.base import Engine
-from nrl_models.engines.weight_names import require_standard_names
 from nrl_models.errors import EngineError
 from nrl_models.loading.read_config import read_config
 
