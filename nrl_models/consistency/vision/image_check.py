@@ -17,6 +17,7 @@ import torch
 from nrl_models.auto import auto_class_for
 from nrl_models.common.checkpoint.resolve_folder import resolve_folder
 from nrl_models.common.config.causality import marks_prefix
+from nrl_models.common.trust.weight_names import require_standard_names
 from nrl_models.consistency.cells import NOISE_FACTOR, THRESHOLD, largest_error
 from nrl_models.consistency.vision.image_differences import differ, positions_differ, processed_differs
 from nrl_models.engines.engine_types import Sample
@@ -251,9 +252,10 @@ def check_images(
     Raises:
         EngineError: If vLLM does not start, fails, or does not support images.
         ConsistencyError: If nothing can be compared.
-        OSError, CheckpointError, ...: See `load_processor` and `from_pretrained`.
+        OSError, CheckpointError, ...: See `load_processor`, `from_pretrained` and `start_engine`.
     """
     folder = resolve_folder(path)
+    require_standard_names(folder, "vLLM")
     processor = load_processor(folder)
     model = auto_class_for(path).from_pretrained(path, dtype=dtype, device="cpu")
     engine = VLLMEngine.start(path, dtype=dtype, **dict(engine_options or {}))
