@@ -53,9 +53,10 @@ def audio_token(config: PreTrainedConfig) -> int | None:
 
 
 def takes_audio(model: PreTrainedModel) -> bool:
-    """Return True if the forward accepts audio, and the configuration has an audio token or frames per token."""
+    """Return True if the forward accepts audio, and the configuration has a tower, and tokens or frames per token."""
     named = any(name in parameters_of(model.forward) for name in AUDIO)
-    return named and (audio_token(model.config) is not None or hasattr(model.config, FRAMES_OF_TOKEN))
+    has_tower = getattr(model.config, "audio_config", model.config) is not None
+    return named and has_tower and (audio_token(model.config) is not None or hasattr(model.config, FRAMES_OF_TOKEN))
 
 
 def audio_inputs(model: PreTrainedModel, inputs: Inputs, generator: torch.Generator) -> Inputs | None:

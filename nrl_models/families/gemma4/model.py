@@ -5,7 +5,7 @@ from transformers.models.gemma4 import modeling_gemma4 as hf
 from nrl_models.common.forward.kv_sharing import SharedKeyValues
 from nrl_models.common.forward.token_types import MULTIMODAL, with_token_types
 from nrl_models.common.projections import CombinedGateUp, CombinedQKV
-from nrl_models.families.gemma4.variants import VARIANTS
+from nrl_models.families.gemma4.variants import MULTIMODAL_VARIANTS, VARIANTS
 from nrl_models.family import FamilyModel
 
 
@@ -29,5 +29,5 @@ Gemma4ForConditionalGeneration = Gemma4Family.head(
     ),
     # An audio tower exists only with an audio configuration, as in E2B and E4B.
     tiny={"audio_config": {}},
-    variants={name: {"text_config": values} for name, values in VARIANTS.items()},
+    variants=MULTIMODAL_VARIANTS,
 )

@@ -8,13 +8,15 @@ import pytest
 import torch
 import transformers
 from transformers import PreTrainedModel
+from versions import needs
 
 from nrl_models import registry
-from nrl_models.inputs.audio import audio_token
+from nrl_models.inputs.audio import audio_token, takes_audio
 from nrl_models.inputs.model_inputs import inputs_for
 from nrl_models.onboarding.detect import detect
 from nrl_models.testing.case import randomize
 from nrl_models.testing.tiny import tiny_config
+from nrl_models.testing.variants import case_of
 
 # One model for each audio format, with its other inputs and its number of audio tokens.
 FORMS = {
@@ -80,6 +82,16 @@ def test_last_logits_depend_on_audio(name: str) -> None:
     audio = next(key for key in FORMS[name][0] if inputs[key].is_floating_point())
     other = inputs | {audio: inputs[audio] + torch.randn_like(inputs[audio])}
     assert (model(**inputs).logits - model(**other).logits)[:, -1].abs().max() > 1e-4
+
+
+@needs("Gemma4ForConditionalGeneration")
+def test_model_without_audio_tower_takes_no_audio() -> None:
+    """Gemma 4 31B has an audio token, and no tower."""
+    for variant, expected in (("E2B", True), ("31B", False)):
+        model = case_of(f"Gemma4ForConditionalGeneration#{variant}").reference()
+        assert takes_audio(model) is expected
+        assert ("input_features" in inputs_for(model)) is expected
+        assert "pixel_values" in inputs_for(model)
 
 
 def test_text_inputs_have_no_audio_tokens() -> None:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
-from versions import needs
+from config.published_configs import values_of
+from test_tiny_rules import features, layer_kinds
+from versions import needs, since
 
 from nrl_models import registry
 from nrl_models.errors import UnknownArchitectureError
+from nrl_models.loading.read_config import read_config
 from nrl_models.testing.variants import SEPARATOR, case_of, split_variant, with_variants
 from tests.engine.coverage_page import certificate_file
 from tools.checkout import PAGES
@@ -19,6 +23,9 @@ from tools.release_check.subjects import subjects
 from tools.release_check.sweep.class_under_test import ClassUnderTest
 
 GEMMA4 = ("Gemma4ForCausalLM", "Gemma4ForConditionalGeneration")
+UNUSED = ("_name_or_path", "dtype", "default_output_length", "global_head_dim", "vision_soft_tokens_per_image")
+"""Published keys that no class of Gemma 4 reads, or that do not change layers."""
+
 DECLARED = [name for name in with_variants(registry.architectures(aliases=False)) if SEPARATOR in name]
 
 
@@ -76,11 +83,22 @@ def test_gemma4_page_lists_the_kinds_of_its_variants() -> None:
     assert "expert-parallel plan divides (Gemma4ForCausalLM in its default configuration; see its variants)" in page
 
 
-@needs("Gemma4ForCausalLM")
-def test_gemma4_variants_have_published_layer_types() -> None:
-    configs = {name: case_of(f"Gemma4ForCausalLM#{name}").config for name in ("E2B", "26B-A4B", "31B")}
-    assert configs["E2B"].num_kv_shared_layers
-    assert configs["26B-A4B"].enable_moe_block
-    assert configs["26B-A4B"].attention_k_eq_v
-    assert configs["31B"].attention_k_eq_v
-    assert not configs["31B"].enable_moe_block
+@since("5.15")  # older versions do not read all published keys
+@pytest.mark.parametrize(
+    ("repository", "variant"),
+    [
+        ("google/gemma-4-E2B-it", "E2B"),
+        ("google/gemma-4-E4B-it", "E2B"),
+        ("google/gemma-4-26B-A4B", "26B-A4B"),
+        ("google/gemma-4-31B-it", "31B"),
+    ],
+)
+def test_gemma4_variants_have_published_features(repository: str, variant: str, tmp_path: Path) -> None:
+    """Shared keys and values, experts, soft caps, and towers: no sweep misses a feature of a published size."""
+    (tmp_path / "config.json").write_text(json.dumps(values_of(repository)))
+    published, tiny = read_config(tmp_path), case_of(f"Gemma4ForConditionalGeneration#{variant}").config
+    absent = {path for path, is_set in features(published) - features(tiny) if path.rpartition(".")[2] not in UNUSED}
+    # E4B is like E2B, with layers of one width.
+    assert absent == ({"text_config.use_double_wide_mlp"} if "E4B" in repository else set())
+    assert layer_kinds(published) <= layer_kinds(tiny)
+    assert features(case_of(f"Gemma4ForCausalLM#{variant}").config) >= features(tiny.text_config)
