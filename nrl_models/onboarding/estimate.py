@@ -158,7 +158,7 @@ def _data_parallel(model: PreTrainedModel, mesh: DeviceMesh) -> tuple[int, int]:
     if ranks == 1:
         return 0, 0
     whole = _local_bytes(model)
-    sizes = [_local_bytes(unit) for unit in units_of_model(model)]
+    sizes = _bytes_of_units(model)
     outermost, largest = whole - sum(sizes), max(sizes, default=0)
     # Sent: parameters before the forward and before the backward (they were freed), gradients after the last backward.
     sent = (2 * micro_batches + 1) * whole * (ranks - 1) // ranks // micro_batches
@@ -166,3 +166,14 @@ def _data_parallel(model: PreTrainedModel, mesh: DeviceMesh) -> tuple[int, int]:
     # Gradients are not divided before the last micro-batch.
     gradients = whole if has_stages(mesh) else largest + outermost
     return sent, 2 * largest + outermost + gradients
+
+
+def _bytes_of_units(model: PreTrainedModel) -> list[int]:
+    """Return the bytes of each unit, without the parameters of units inside it, or of another unit that shares them."""
+    sizes: list[int] = []
+    counted: set[int] = set()
+    for unit in reversed(units_of_model(model)):
+        own = {id(parameter): local_of(parameter).nbytes for parameter in unit.parameters()}
+        sizes.append(sum(nbytes for key, nbytes in own.items() if key not in counted))
+        counted |= own.keys()
+    return sizes

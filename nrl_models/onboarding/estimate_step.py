@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections import Counter
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 from weakref import ref
@@ -17,16 +18,20 @@ from transformers import PreTrainedConfig, PreTrainedModel, masking_utils
 
 from nrl_models.common.config.at_fault import blaming
 from nrl_models.common.config.positions import model_limit
+from nrl_models.common.forward.token_types import PER_TOKEN
 from nrl_models.common.modules import class_name, is_base_model
 from nrl_models.common.process_state import replaced_here
-from nrl_models.common.upstream_torch import TorchDispatchMode
+from nrl_models.common.upstream_torch import ConvNd, TorchDispatchMode
 from nrl_models.distributed import tensor as divided
 from nrl_models.distributed.mesh import has_stages
 from nrl_models.distributed.sharding import sharding_of
 from nrl_models.distributed.shards import local_of
 from nrl_models.distributed.tensor.styles import ExpertsOfThisRank, entering, leaving
 from nrl_models.errors import ConfigurationError, NRLModelsError, Problem, ProblemKind
+from nrl_models.inputs.audio import AUDIO
+from nrl_models.inputs.images import PIXELS
 from nrl_models.onboarding.estimate_stage import OneStage
+from nrl_models.onboarding.inspect import expert_counts
 
 SEQ_LEN = 4096
 """Default sequence length in tokens."""
@@ -99,7 +104,11 @@ _TIMES_SENT = {
 
 
 def run_step(model: PreTrainedModel, setting: Setting, mesh: DeviceMesh) -> tuple[int, dict[str, int]]:
-    """Return the peak bytes of activations of one micro-batch, and the bytes it sends by dimension of the mesh."""
+    """Return the peak bytes of activations of one micro-batch, and the bytes it sends by dimension of the mesh.
+
+    Raises:
+        ConfigurationError: If the forward raises an error, reads values of tensors, or requires images or audio.
+    """
     tokens = torch.zeros(setting.micro_batch, setting.seq_len, dtype=torch.long, device="meta")
     stage = OneStage(model, tokens) if has_stages(mesh) else None
     units = set(units_of_model(model))
@@ -131,6 +140,7 @@ def run_step(model: PreTrainedModel, setting: Setting, mesh: DeviceMesh) -> tupl
         stack.enter_context(replaced_here(masking_utils, "find_packed_sequence_indices", lambda position_ids: None))
         # On meta, torch would use the math implementation, which stores all scores. The kernels of devices do not.
         stack.enter_context(replaced_here(nn.functional, "scaled_dot_product_attention", _fused_attention))
+        stack.enter_context(_obstacles(class_name(model)))
         exchanges = stack.enter_context(_Exchanges(mesh, setting.seq_len))
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda packed: packed.tensor):
             if stage is None or stage.is_last:
@@ -160,26 +170,33 @@ def run_step(model: PreTrainedModel, setting: Setting, mesh: DeviceMesh) -> tupl
 
 
 def _outputs(model: PreTrainedModel, tokens: torch.Tensor) -> torch.Tensor:
-    """Return the model's logits, or the last hidden states of a base model.
-
-    Raises:
-        ConfigurationError: If the forward raises an error.
-    """
-    name = class_name(model)
-    with blaming(model.config, f"run {name}"):
-        try:
-            output: Any = model(input_ids=tokens, use_cache=False)
-        except RuntimeError as error:  # an operation that torch does not run without values
-            if isinstance(error, NRLModelsError) or "meta" not in str(error):
-                raise
-            detail = "reads values of tensors, which a model without weights does not have; torch raised "
-            problem = Problem(ProblemKind.UNSUPPORTED, name, f"{detail}{type(error).__name__}")
-            advice = f"measure one training step of {name} on a device instead"
-            raise ConfigurationError(
-                f"cannot estimate activations and communication of {name}", [problem], [advice]
-            ) from error
+    """Return the model's logits, or the last hidden states of a base model."""
+    accepted = inspect.signature(model.forward).parameters
+    inputs = {name: tokens for name in ("input_ids", "decoder_input_ids") if name in accepted}
+    with blaming(model.config, f"run {class_name(model)}"), _obstacles(class_name(model)):
+        output: Any = model(**inputs, use_cache=False)
     result: torch.Tensor = output[0] if is_base_model(model) else output.logits
     return result
+
+
+@contextmanager
+def _obstacles(name: str) -> Iterator[None]:
+    """Report missing inputs, and operations that torch does not run without values, as problems of a model's class."""
+    try:
+        yield
+    except (RuntimeError, TypeError, ValueError) as error:
+        if isinstance(error, NRLModelsError):
+            raise
+        needed = next((argument for argument in (*PIXELS, *AUDIO, *PER_TOKEN) if argument in str(error)), None)
+        if needed is None and not (isinstance(error, RuntimeError) and "meta" in str(error)):
+            raise
+        detail = "reads values of tensors, which a model without weights does not have; torch raised "
+        detail = f"needs {needed}, and estimates pass only text" if needed else f"{detail}{type(error).__name__}"
+        problem = Problem(ProblemKind.UNSUPPORTED, name, detail)
+        advice = f"measure one training step of {name} on a device instead"
+        raise ConfigurationError(
+            f"cannot estimate activations and communication of {name}", [problem], [advice]
+        ) from error
 
 
 @dataclass(eq=False)
@@ -243,14 +260,14 @@ def _stub_experts(model: PreTrainedModel, setting: Setting, stack: ExitStack) ->
     Each chosen expert of a token keeps input, output, the outputs of gate and up, the activation and their product.
     """
     config = model.config.get_text_config()
-    keys = ("num_experts_per_tok", "moe_topk", "top_k")
+    keys = ("num_experts_per_tok", "top_k_experts", "moe_topk", "top_k")
     top_k = next((value for key in keys if (value := getattr(config, key, None))), 1)
+    counts = set(expert_counts(model.config))
     found: dict[nn.Module, int] = {}
     for module in model.modules():
-        stacked = [
-            parameter for parameter in module._parameters.values() if parameter is not None and parameter.ndim == 3
-        ]
-        if not stacked:
+        parameters = [parameter for parameter in module._parameters.values() if parameter is not None]
+        stacked = [parameter for parameter in parameters if parameter.ndim == 3 and parameter.shape[0] in counts]
+        if not stacked or isinstance(module, ConvNd):
             continue
         locals_ = [local_of(parameter).shape for parameter in stacked]
         share = module.num_experts / stacked[0].shape[0] if isinstance(module, ExpertsOfThisRank) else 1.0

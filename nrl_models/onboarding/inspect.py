@@ -144,15 +144,22 @@ def _sizes(config: PreTrainedConfig) -> dict[str, int | list[int]]:
 def kinds_of(config: PreTrainedConfig) -> list[ModelKind]:
     """Return the kinds of model that a configuration describes."""
     text: Any = config.get_text_config()
-    described = (text, *parts(text).values())  # some have a nested configuration of their experts
-    experts = [value for part in described for key in EXPERT_KEYS if (value := getattr(part, key, None)) is not None]
-    kinds = [ModelKind.MOE if any(value > 1 for value in experts) else ModelKind.DENSE]
+    layer_types = set(getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None) or ())
+    is_listed = "mlp" not in layer_types or "moe" in layer_types  # a list with MLPs also lists mixtures
+    has_experts = is_listed and any(count > 1 for count in expert_counts(config))
+    kinds = [ModelKind.MOE if has_experts else ModelKind.DENSE]
     if getattr(config, "vision_config", None) is not None:
         kinds.append(ModelKind.VLM)
-    layer_types = set(getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None) or ())
     if "linear_attention" in layer_types or any("attention" not in name for name in layer_types - {"hybrid"}):
         kinds.append(ModelKind.HYBRID)
     return kinds
+
+
+def expert_counts(config: PreTrainedConfig) -> list[int]:
+    """Return the numbers of experts that a configuration states."""
+    text = config.get_text_config()
+    described = (text, *parts(text).values())  # some have a nested configuration of their experts
+    return [value for part in described for key in EXPERT_KEYS if (value := getattr(part, key, None)) is not None]
 
 
 def combined_groups(model: torch.nn.Module) -> dict[str, int]:

@@ -2,9 +2,10 @@ import json
 from pathlib import Path
 
 import pytest
+from config.published_configs import values_of
 from transformers import AutoConfig, CLIPConfig, CLIPModel
 from typer.testing import CliRunner
-from versions import since
+from versions import needs, since
 
 from nrl_models import registry
 from nrl_models.cli import app
@@ -15,6 +16,7 @@ from nrl_models.common.state_dict.to_checkpoint import check_ties
 from nrl_models.diagnostics.embeddings import find_embeddings
 from nrl_models.distributed.parallel_plan import declared_tensor_plan
 from nrl_models.errors import CheckpointError
+from nrl_models.loading.read_config import read_config
 from nrl_models.onboarding.inspect import inspect, kinds_of
 from nrl_models.testing.case import FamilyCase
 from nrl_models.testing.tiny import tiny_config
@@ -37,6 +39,19 @@ from tests.unit.printed import unframed
 )
 def test_kinds_of_config(model_type: str, kinds: list[str]) -> None:
     assert kinds_of(AutoConfig.for_model(model_type)) == kinds
+
+
+@needs("NemotronHForCausalLM")
+@pytest.mark.parametrize(
+    ("repository", "kinds"),
+    [
+        ("nvidia/Nemotron-H-8B-Base-8K", ["dense", "hybrid"]),  # a number of experts, and no layer with experts
+        ("nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16", ["moe", "hybrid"]),
+    ],
+)
+def test_kinds_of_published_config(repository: str, kinds: list[str], tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(values_of(repository)))
+    assert kinds_of(read_config(tmp_path)) == kinds
 
 
 def test_inspect_reads_no_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
