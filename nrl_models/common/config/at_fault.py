@@ -43,7 +43,7 @@ def blaming(config: PreTrainedConfig, what: str, passed: Mapping[str, Any] = _NO
         passed: Values that the caller passed as keywords.
 
     Raises:
-        FamilyImportError: If the configuration needs a package that is not installed.
+        FamilyImportError: If the configuration needs a package that is not installed, or that does not work here.
         ConfigurationError: For any other error, with that error as its cause.
     """
     try:
@@ -51,7 +51,7 @@ def blaming(config: PreTrainedConfig, what: str, passed: Mapping[str, Any] = _NO
     except (NRLModelsError, OSError, torch.OutOfMemoryError):
         raise
     except ImportError as error:
-        raise FamilyImportError(f"cannot {what}, because a package is missing: {one_line(error)}") from error
+        raise FamilyImportError(f"cannot {what}, because a package is missing or cannot be used here: {one_line(error)}") from error
     except Exception as error:
         where = config.name_or_path or "the configuration"
         passed = {**dict(_flat(passed, "")), **passed}
