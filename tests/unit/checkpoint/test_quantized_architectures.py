@@ -12,8 +12,6 @@ from compressed_checkpoints import FORMS as COMPRESSED
 from compressed_checkpoints import group
 from test_dequantized import FORMS as FP8
 
-import nrl_models
-from nrl_models.auto import auto_class_of
 from nrl_models.testing.case import FamilyCase
 
 UNQUANTIZED = ("embed", "lm_head", "position", "wpe", "wte")
@@ -65,8 +63,7 @@ def test_quantized_files_load_dequantized(family_case: FamilyCase, forms: list[s
     edit_weights(tmp_path / "quantized", lambda tensors: expected.update(quantize(form, tensors)))
     assert expected.keys() != stored(tmp_path / "quantized").keys(), "nothing was quantized"
     edit_config(tmp_path / "quantized", quantization_config=quantized_config(form))
-    auto_class = getattr(nrl_models, auto_class_of(reference.config).__name__)
-    model = auto_class.from_pretrained(tmp_path / "quantized", dtype=torch.float32)
+    model = family_case.model_class.from_pretrained(tmp_path / "quantized", dtype=torch.float32)
     assert_same(dict(model.state_dict_adapter.iter_export(model)), expected)
     model.save_pretrained(tmp_path / "saved")
     assert stored(tmp_path / "saved").keys() == expected.keys()
