@@ -83,7 +83,7 @@ def test_expert_parallelism_with_fsdp_or_tp(four: World, architecture: str, othe
 
 # Latent attention whose sharded queries and unsharded key latents share an input. Layers that attend to earlier layers'
 # keys. Experts next to dense layers that transformers' expert plan also shards. A norm in the experts, of which each
-# rank computes its share.
+# rank computes its share. Embeddings that are modified in place.
 @pytest.mark.parametrize(
     ("architecture", "config", "dimension"),
     [
@@ -91,6 +91,7 @@ def test_expert_parallelism_with_fsdp_or_tp(four: World, architecture: str, othe
         *[("Gemma4ForCausalLM", VARIANTS["26B-A4B"], dimension) for dimension in ("fsdp", "tp", "ep")],
         ("DeepseekV3ForCausalLM", {"q_lora_rank": None}, "tp"),
         *[("MuseSparkForConditionalGeneration", {}, dimension) for dimension in ("tp", "ep")],
+        ("VoxtralRealtimeForConditionalGeneration", {}, "tp"),
     ],
 )
 def test_architecture_specific_plans(two: World, architecture: str, config: dict[str, Any], dimension: str) -> None:

@@ -139,7 +139,9 @@ class VocabularyParallel(_Parallel):
         inside = (input >= self.first_token) & (input < self.first_token + self.weight.shape[0])
         local = torch.where(inside, input - self.first_token, 0)
         vectors = super().forward(local, *args, **kwargs).masked_fill(~inside.unsqueeze(-1), 0)
-        return leaving(vectors, self.tp_mesh)
+        summed = leaving(vectors, self.tp_mesh)
+        # A copy, because models may modify the vectors in place, which autograd refuses for views.
+        return summed if torch.compiler.is_compiling() else summed.clone()
 
 
 class SummedOutput(_Parallel):
