@@ -16,7 +16,7 @@ from nrl_models.common.logs import get_logger
 from nrl_models.common.state_dict.adapter import StateDictAdapter
 from nrl_models.common.upstream import class_of_transformers, classes_by_config
 from nrl_models.distributed.mesh import agreed
-from nrl_models.errors import RemoteCodeError, UnknownArchitectureError, did_you_mean
+from nrl_models.errors import RemoteCodeError, UnknownArchitectureError, UnknownArgumentError, did_you_mean, shown
 from nrl_models.family import FamilyModel
 from nrl_models.loading import pretrained
 from nrl_models.loading.options import LoadKeywords, NewModelKeywords, PathOrId
@@ -40,7 +40,7 @@ class _AutoModel:
     upstream: ClassVar[Any]
     suffixes: ClassVar[tuple[str, ...]]
 
-    def __init__(self) -> None:
+    def __init__(self, *_: Any, **__: Any) -> None:
         raise TypeError(f"{type(self).__name__} is not instantiated: use from_pretrained(path) or from_config(config)")
 
     @overload
@@ -119,6 +119,8 @@ class _AutoModel:
         Raises:
             ConfigurationError, UnknownArchitectureError, FamilyImportError, RemoteCodeError: See `from_pretrained`.
         """
+        if not isinstance(config, PreTrainedConfig):
+            raise UnknownArgumentError(f"config={shown(config)}: expected a configuration, as of AutoConfig")
         registry.register_custom_configs()
         model_class = cls._class_for(config, None, trust_remote_code)
         return _with_adapter(pretrained.from_config(model_class, config, **options))
@@ -136,7 +138,8 @@ class _AutoModel:
         registered = registry.model_class(architecture)
         if registered is None:
             registry.warn_unregistered(architecture)
-            return next(served for served in cls._served_for(config) if served.__name__ == architecture)
+            known = {served.__name__: served for served in cls._served_for(config)}
+            return known.get(architecture) or getattr(transformers, architecture)
         return registered
 
     @classmethod
@@ -168,6 +171,8 @@ class _AutoModel:
             return next((name for name in named if name in names), names[0])
         if cls._has_own_code(config):
             return None
+        if texts := [name for name in named if cls.serves(name) and _is_text_model(config, name)]:
+            return texts[0]
         raise UnknownArchitectureError(
             f"{config.name_or_path or type(config).__name__} (model_type {config.model_type!r}, architectures {named}) "
             f"is not a {cls.kind}. {_kinds_of(config)}{_shared_classes_of(config)}"
@@ -301,6 +306,12 @@ def _is_another_models(architecture: str, config: PreTrainedConfig) -> bool:
     """Return True if transformers' class of this name belongs to a configuration class that `config` lacks."""
     upstream = class_of_transformers(architecture)
     return upstream is not None and part_for(upstream, config) is None
+
+
+def _is_text_model(config: PreTrainedConfig, architecture: str) -> bool:
+    """Return True for a class that auto classes only find by another configuration, that of a model around it."""
+    upstream = class_of_transformers(architecture)
+    return upstream is not None and upstream.config_class is type(config)
 
 
 def _unknown_name(named: list[str], known: list[str], config: PreTrainedConfig) -> str:

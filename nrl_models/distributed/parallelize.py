@@ -32,6 +32,7 @@ from nrl_models.distributed.parallel_plan import (
 from nrl_models.distributed.pipeline.crossing import copy_on_meta
 from nrl_models.distributed.pipeline.cut import Cut, cut_into
 from nrl_models.distributed.pipeline.stages import StandIn, keep_stages
+from nrl_models.distributed.replaced_parameters import mark_replaced
 from nrl_models.distributed.sharding import Sharding, sharding_of
 from nrl_models.distributed.tensor.divided_group import DividedGroup
 from nrl_models.distributed.tensor.local_tensors import OnLocalTensors, become, sum_gradients_over
@@ -43,10 +44,9 @@ from nrl_models.errors import Problem, ProblemKind, ShardingError
 def parallelize(model: PreTrainedModel, mesh: DeviceMesh, plan: Plan | ParallelPlan = "auto") -> PreTrainedModel:
     """Shard a model in place and return it. Every rank has to pass the same model.
 
-    Afterwards, the parameters are DTensors, of which each rank holds its shard. `model.state_dict_adapter`,
-    `save_pretrained`, `load_state_dict` and `nrl_models.distributed` support them. Create the optimizer after this
-    call. Optimizers and gradient clipping of torch work unchanged, except over `pp`: there use
-    `nrl_models.distributed.clip_grad_norm_`.
+    Afterwards, the parameters are DTensors, of which each rank holds its shard. nrl_models' functions and torch's
+    optimizers support them; with `pp`, clip with `nrl_models.distributed.clip_grad_norm_`. Create the optimizer after
+    this call: the step of an older one raises `ShardingError`.
 
     Args:
         model: The model, on the mesh's device type or on meta.
@@ -75,10 +75,12 @@ def parallelize(model: PreTrainedModel, mesh: DeviceMesh, plan: Plan | ParallelP
         chosen = plan_for(model, mesh, plan)
         facts |= {"plan": chosen, **_facts(model)}
         cut = cut_for(model, mesh, chosen)
+    before = list(model.parameters())
     sharding, whole = divide_stages(model, mesh, chosen, cut)
     sharding.finish(model, whole)
     sharding.agree_on_holders(model)
     divide_data(model, sharding)
+    mark_replaced(before, model)
     return model
 
 

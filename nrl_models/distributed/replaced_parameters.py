@@ -5,12 +5,14 @@ Without a check, replacing one is silent: FSDP writes its own parameter back whe
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import cast
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cache
+from typing import Any, cast
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from nrl_models.common.modules import class_name, own_name
 from nrl_models.common.upstream_torch import ShardedParameter, sharded_parameters
@@ -37,6 +39,41 @@ def require_no_replaced_parameters(model: nn.Module, divided: Mapping[int, froze
                 "nrl_models.distributed.parallelize(model, mesh). To change the values of a sharded weight, call "
                 "model.load_state_dict({name: tensor}, strict=False)"
             ],
+        )
+
+
+_REPLACED = "replaced_by_sharding"
+"""Attribute of parameters that sharding has replaced."""
+
+
+def mark_replaced(before: Iterable[nn.Parameter], model: nn.Module) -> None:
+    """Let optimizers that have parameters from before sharding raise in their next step, which would change nothing.
+
+    Args:
+        before: Parameters of the model before it was sharded.
+        model: The sharded model.
+    """
+    current = set(map(id, model.parameters()))
+    for parameter in before:
+        if id(parameter) not in current:
+            setattr(parameter, _REPLACED, True)
+    _check_optimizers()
+
+
+@cache
+def _check_optimizers() -> None:
+    register_optimizer_step_pre_hook(_require_current_parameters)
+
+
+def _require_current_parameters(optimizer: Optimizer, *_: Any) -> None:
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if count := sum(hasattr(parameter, _REPLACED) for parameter in parameters):
+        detail = f"has {count} parameters that sharding replaced, and would train them instead of the model's"
+        problem = Problem(ProblemKind.RANK, type(optimizer).__name__, detail)
+        raise ShardingError(
+            "the optimizer is older than the sharded model",
+            [problem],
+            ["create the optimizer after nrl_models.distributed.parallelize(model, mesh)"],
         )
 
 

@@ -24,6 +24,7 @@ from nrl_models.common.forward.routing import own_routing, routing_is_observed, 
 from nrl_models.common.forward.token_places import TokenPlaces
 from nrl_models.logprobs.microbatches import Layout, Microbatch, largest, ranks_of
 from nrl_models.logprobs.tokens import LossFunction, LossTerms, TokenLogprobs, token_logprobs
+from nrl_models.logprobs.whole_rows import has_gradient
 
 STATISTICS = ("logprobs", "entropy", "kl")
 """Inputs of a loss that may get gradients."""
@@ -257,7 +258,7 @@ class Accumulation:
         with torch.enable_grad():
             leaves = {name: grid.clone().requires_grad_() for name, grid in grids.items()}
             loss = self.loss(replace(self.known, **leaves))
-            if loss.requires_grad:
+            if has_gradient(loss):
                 loss.backward(inputs=None if last else list(leaves.values()))
         by = {}
         for name, leaf in leaves.items():
@@ -269,6 +270,8 @@ class Accumulation:
         gradients = [part.summed(gradient) for gradient in by.values()]
         if ranks_of(self.group) == 1 and not any(gradient.any() for gradient in gradients):
             return  # no gradient, for example because all rewards of a group are equal
+        if not found.logprobs.requires_grad:
+            raise ValueError("a loss was passed, but no parameter of the model requires a gradient: unfreeze some")
         with torch.autocast(self.batch.device.type, enabled=False):  # a backward repeats the forward's dtypes
             torch.autograd.backward([getattr(found, name) for name in by], gradients)
 

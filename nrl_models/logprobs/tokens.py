@@ -33,7 +33,7 @@ from nrl_models.logprobs.token_inputs import (
     require_unpacked,
     require_zeros_and_ones,
 )
-from nrl_models.logprobs.whole_rows import Derivatives, LossAhead
+from nrl_models.logprobs.whole_rows import Derivatives, LossAhead, has_gradient
 
 
 @dataclass(frozen=True, slots=True)
@@ -305,7 +305,7 @@ class _Placed:
         with torch.enable_grad():
             leaves = TokenStatistics(*(values.detach().clone().requires_grad_() for values in found))
             loss = self.loss_of(self.result(leaves))
-            if not loss.requires_grad:
+            if not has_gradient(loss):
                 return torch.zeros_like(found.logprobs), None, None
             logprobs, entropy, kl = torch.autograd.grad(loss, leaves, allow_unused=True)
         return torch.zeros_like(found.logprobs) if logprobs is None else logprobs, entropy, kl

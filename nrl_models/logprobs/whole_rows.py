@@ -25,6 +25,20 @@ Derivatives = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
 """Derivatives of a loss by each token's log-probability, entropy and divergence, `(tokens,)` each; None if unused."""
 
 
+def has_gradient(loss: torch.Tensor) -> bool:
+    """Return True if a loss depends on the log-probabilities. A constant 0, as for a batch without tokens, does not.
+
+    Raises:
+        ValueError: If it is another constant: the gradient would silently be 0.
+    """
+    if not loss.requires_grad and bool(loss != 0):
+        raise ValueError(
+            f"the loss {loss.item():g} does not depend on the log-probabilities that it gets, so it has no gradient: "
+            "compute it from them without detach() and item()"
+        )
+    return loss.requires_grad
+
+
 @dataclass(frozen=True, slots=True)
 class LossAhead:
     """A loss whose gradient is computed in the forward.

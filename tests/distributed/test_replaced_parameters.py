@@ -34,6 +34,11 @@ def test_replaced_parameter_raises(
     assert not (tmp_path / "saved").exists()
 
 
+@pytest.mark.parametrize("sizes", [FSDP, TP], ids=["fsdp", "tp"])
+def test_optimizer_from_before_sharding_raises(two: World, sizes: dict[str, int]) -> None:
+    assert two.run(partial(replaced_parameters.old_optimizer_raises, **sizes)) == [True] * 2
+
+
 def test_cached_decoding_is_not_checked(two: World) -> None:
     assert two.run(replaced_parameters.checks_of_decoding) == [(1, 0)] * 2
 

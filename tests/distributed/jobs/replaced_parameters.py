@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -14,6 +15,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 from jobs.setting import batches, case_of, full, mesh_of, subjects_of_error
 from nrl_models.distributed import ParallelPlan, parallelize, save_checkpoint
+from nrl_models.errors import ShardingError
 
 TIED = {"tie_word_embeddings": True, "vocab_size": 513}  # fsdp pads the second shard
 
@@ -51,6 +53,21 @@ def later_uses_raise(folder: str, change: str, **sizes: int) -> list[tuple[str, 
     if change != "bias":  # without gradients, ranks compute with equal values
         uses += [torch.no_grad()(uses[0]), lambda: model.load_state_dict({}, strict=False)]
     return [subjects_of_error(use) for use in uses]
+
+
+def old_optimizer_raises(**sizes: int) -> bool:
+    """Step an optimizer from before sharding, which must raise. Returns True if a new one changes the model."""
+    case = case_of("LlamaForCausalLM")
+    model: Any = copy.deepcopy(case.model()).train()
+    old = torch.optim.AdamW(model.parameters(), lr=0.1)
+    parallelize(model, mesh_of(**sizes))
+    (batch,) = batches(case, 1)
+    new, before = torch.optim.AdamW(model.parameters(), lr=0.1), full(model.lm_head.weight).clone()
+    model(**batch, use_cache=False).loss.backward()
+    with pytest.raises(ShardingError, match=r"optimizer after nrl_models\.distributed\.parallelize"):
+        old.step()
+    new.step()
+    return not torch.equal(full(model.lm_head.weight), before)
 
 
 def checks_of_decoding() -> tuple[int, int]:

@@ -306,6 +306,9 @@ def test_text_model_from_composite_checkpoint(
     ids = torch.arange(20, 36)[None]
     with torch.no_grad():
         torch.testing.assert_close(ours(input_ids=ids).logits, theirs.eval()(input_ids=ids).logits, rtol=0, atol=1e-4)
+    ours.save_pretrained(tmp_path / "text")
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "text", dtype=torch.float32)
+    assert_same(hf_tensors(saved), theirs.state_dict())
 
 
 def test_composite_architectures_are_found() -> None:

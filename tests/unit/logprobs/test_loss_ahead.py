@@ -310,6 +310,8 @@ def test_no_grad_computes_only_loss() -> None:
             r"the loss returned \(4,\): expected a tensor without dimens",
         ),
         ({"loss": lambda result: 0.0}, "the loss returned 0.0: expected a tensor without dimensions"),
+        ({"loss": lambda result: result.logprobs.detach().sum()}, "does not depend on the log-probabilities"),
+        ({"loss": lambda result: torch.tensor(2.0)}, "the loss 2 does not depend on the log-probabilities"),
         (
             {"loss": clipped, "loss_terms": "document"},
             "loss_terms='document': expected token, sequence, or term",

@@ -279,6 +279,18 @@ def test_zero_loss_skips_backward(sequences: list[torch.Tensor]) -> None:
     assert gradients_of(model) == {}
 
 
+def test_loss_without_gradient_raises(sequences: list[torch.Tensor]) -> None:
+    """A constant 0 has none either, but is right for a batch without tokens."""
+    model = tiny_llama()
+    for loss in (lambda result: result.logprobs.detach().sum(), lambda result: torch.ones(())):
+        with pytest.raises(ValueError, match="does not depend on the log-probabilities"):
+            rollout_logprobs(model, sequences, loss=loss)
+    rollout_logprobs(model, sequences, loss=lambda result: torch.zeros(()))
+    assert not gradients_of(model)
+    with pytest.raises(ValueError, match="no parameter of the model requires a gradient"):
+        rollout_logprobs(model.requires_grad_(False), sequences, loss=lambda result: result.logprobs.sum())
+
+
 def test_transformers_models_are_padded(sequences: list[torch.Tensor]) -> None:
     """In transformers' classes, documents may attend to each other or pass on a state."""
     model = LlamaForCausalLM(tiny_config(LlamaConfig)).to(WIDE).eval()
