@@ -51,7 +51,8 @@ def blaming(config: PreTrainedConfig, what: str, passed: Mapping[str, Any] = _NO
     except (NRLModelsError, OSError, torch.OutOfMemoryError):
         raise
     except ImportError as error:
-        raise FamilyImportError(f"cannot {what}, because a package is missing or cannot be used here: {one_line(error)}") from error
+        reason = f"a package is missing or cannot be used here: {one_line(error)}"
+        raise FamilyImportError(f"cannot {what}, because {reason}") from error
     except Exception as error:
         where = config.name_or_path or "the configuration"
         passed = {**dict(_flat(passed, "")), **passed}
