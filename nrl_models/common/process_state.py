@@ -21,6 +21,12 @@ if hasattr(os, "register_at_fork"):  # not on Windows
     os.register_at_fork(before=BUILDING.acquire, after_in_parent=BUILDING.release, after_in_child=BUILDING.release)
 
 
+def in_forked_child(renew: Callable[[], object]) -> None:
+    """Call a function in every forked child, to replace locks that threads of the parent held. No thread frees them."""
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=renew)
+
+
 @contextmanager
 def no_collections() -> Iterator[None]:
     """Disable Python's cyclic garbage collector. Reference counting still frees objects.

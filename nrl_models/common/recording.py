@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from nrl_models.common.modules import inner_of, innermost
+from nrl_models.common.process_state import in_forked_child
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,8 +121,25 @@ def forward_replaced(module: nn.Module, forward: Callable[..., Any], *, other_th
             module.__dict__["forward"] = before
 
 
-_locks: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
-_LOCK_OF_LOCKS = Lock()
+class _ModelLocks:
+    """A lock for each model."""
+
+    def __init__(self) -> None:
+        self.renew()
+        in_forked_child(self.renew)
+
+    def renew(self) -> None:
+        """Forget all locks."""
+        self._lock = Lock()
+        self._locks: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
+
+    def of(self, model: nn.Module) -> Any:
+        """Return the lock of a model."""
+        with self._lock:
+            return self._locks.setdefault(model, RLock())
+
+
+_locks = _ModelLocks()
 
 
 def one_thread_per_model(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -129,9 +147,7 @@ def one_thread_per_model(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(function)
     def locked(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        with _LOCK_OF_LOCKS:
-            lock = _locks.setdefault(innermost(model), RLock())
-        with lock:
+        with _locks.of(innermost(model)):
             return function(model, *args, **kwargs)
 
     return locked
@@ -160,6 +176,19 @@ def code_around(model: nn.Module) -> tuple[int, ...]:
         code += code_of(module)
         module = inner_of(module)
     return tuple(code)
+
+
+def may_act_later(model: nn.Module, module: nn.Module) -> bool:
+    """Return True if `module`, or a model around it, has a forward hook, which may change values from some call on.
+
+    False if there are several processes, see `code_around`.
+    """
+    if not code_around(model):
+        return False
+    around = [model]
+    while (inner := inner_of(around[-1])) is not None:
+        around.append(inner)
+    return any(part._forward_hooks for part in (*around, module))
 
 
 @contextmanager

@@ -6,8 +6,10 @@ from collections.abc import Callable
 from functools import wraps
 from threading import RLock
 from typing import Any, Self
+from weakref import WeakSet
 
 from nrl_models.common.forward.random_states import random_states_kept
+from nrl_models.common.process_state import in_forked_child
 from nrl_models.errors import EngineError, MixedWeightsError
 
 _RANDOM = ("start", "_generate", "_score", "_refit", "module_calls", "image_calls", "close")
@@ -18,6 +20,17 @@ _ANSWERS = ("_generate", "_score", "module_calls", "image_calls")
 
 _LOCKED = ("note_weights", "unchanged_weights", "use_adapter")
 """Methods that read weights, or change what `_ANSWERS` methods compute."""
+
+
+_engines: WeakSet[GuardedCalls] = WeakSet()
+
+
+def _renew_locks() -> None:
+    for engine in list(_engines):
+        engine._lock = RLock()
+
+
+in_forked_child(_renew_locks)
 
 
 class GuardedCalls:
@@ -42,6 +55,7 @@ class GuardedCalls:
         """Create the engine's lock here, so that subclasses need not call `super().__init__`."""
         engine = super().__new__(cls)
         engine._lock = RLock()
+        _engines.add(engine)
         return engine
 
     def __init_subclass__(cls, **kwargs: Any) -> None:

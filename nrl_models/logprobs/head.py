@@ -18,20 +18,35 @@ import weakref
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 
 from nrl_models.common.config.causality import why_not_causal
 from nrl_models.common.documents.layers import BOUNDARIES
-from nrl_models.common.forward.evaluation import evaluating
+from nrl_models.common.forward.evaluation import evaluating, modules_around
 from nrl_models.common.forward.routing import own_routing
 from nrl_models.common.modules import innermost, peft_types, reads_complete_rows, virtual_tokens
-from nrl_models.common.recording import code_around, code_of, forward_replaced, hooks_that_change, one_thread_per_model
+from nrl_models.common.recording import (
+    code_around,
+    code_of,
+    forward_replaced,
+    hooks_that_change,
+    may_act_later,
+    one_thread_per_model,
+)
 from nrl_models.errors import HeadError, one_line
-from nrl_models.logprobs.logit_buffers import ADVICE, PROBE, OutputHead, autocast_dtype, fitted_head, whole
+from nrl_models.logprobs.logit_buffers import (
+    ADVICE,
+    PROBE,
+    OutputHead,
+    autocast_dtype,
+    fitted_head,
+    gathered_units,
+    sharded_around,
+    whole,
+)
 
 CHECKED_TOKENS = 4
 """Length of the text on which a head is compared with the model's own logits."""
@@ -56,11 +71,11 @@ def hidden_states_and_head(model: nn.Module, input_ids: torch.Tensor, **inputs: 
     module = output_embedding(model)
     if isinstance(module, peft_types()) and (reads_complete_rows(model) or inputs.get("adapter_names")):
         raise HeadError(f"{_name(model)} has an adapter on its output embedding that depends on the row. {ADVICE}")
-    sharded = _sharded_around(model, module) if torch.is_grad_enabled() else []
-    caller = (id(module), type(module), autocast_dtype(input_ids))
+    sharded = sharded_around(model, module) if torch.is_grad_enabled() else []
+    caller = (id(module), type(module), autocast_dtype(input_ids), model.training)
     hooks = (*code_around(model), *code_of(module), bool(module._forward_hooks) and module.training)
     checked = _checked.setdefault(model, {})
-    is_checked = caller in checked and checked[caller][-1] == hooks
+    is_checked = caller in checked and checked[caller][-1] == hooks and not may_act_later(model, module)
     sample = None if is_checked else _HeadSample.of(model, module, input_ids, inputs)
     given: list[torch.Tensor] = []
     autocast: list[torch.dtype | None] = []
@@ -84,11 +99,11 @@ def hidden_states_and_head(model: nn.Module, input_ids: torch.Tensor, **inputs: 
     _require_one_call(model, module, given, input_ids)
     hidden = _columns_of_tokens(model, given[0], input_ids)
     with _naming_hooks(model, module, input_ids, inputs):
-        units = _gathered_units(model, module)
+        units = gathered_units(model, module)
         head = replace(fitted_head(observed, _name(model)), module=module, autocast=autocast[0], units=units)
-        if checked.get(caller) != (state := (head.scale, head.cap, head.autocast, hooks)):
+        if not is_checked or checked[caller] != (head.scale, head.cap, head.autocast, hooks):
             (sample or _HeadSample.of(model, module, input_ids, inputs)).compare(model, head)
-            checked[caller] = state
+            checked[caller] = head.scale, head.cap, head.autocast, hooks
     for part in sharded:
         part.unshard()
     if sharded:  # adds zero, so that the backward passes through the model's output, where FSDP starts its own
@@ -153,21 +168,6 @@ def _require_one_call(
         )
 
 
-def _sharded_around(model: nn.Module, head: nn.Module) -> list[FSDPModule]:
-    """Return the modules sharded by FSDP2 that contain the head.
-
-    FSDP gathers their weights for the backward when a gradient reaches the model's output. Here the head's backward
-    runs before that, so they are gathered again after the forward. The backward frees them as usual.
-    """
-    units = [part for part in model.modules() if isinstance(part, FSDPModule)]
-    return [unit for unit in units if any(inner is head for inner in cast(nn.Module, unit).modules())]
-
-
-def _gathered_units(model: nn.Module, head: nn.Module) -> tuple[FSDPModule, ...]:
-    """Return `OutputHead.units`."""
-    return () if OutputHead(head).is_plain else tuple(_sharded_around(model, head))
-
-
 _LANGUAGE_MODEL = (
     "log-probabilities of tokens need a language model (AutoModelForCausalLM, AutoModelForImageTextToText, "
     "AutoModelForMultimodalLM)"
@@ -180,8 +180,7 @@ def output_embedding(model: nn.Module) -> nn.Module:
     Raises:
         HeadError: If it has none.
     """
-    getter = getattr(model, "get_output_embeddings", None)
-    module = getter() if getter is not None else None
+    module = getattr(model, "get_output_embeddings", lambda: None)()
     if module is None:
         raise HeadError(
             f"{_name(model)} has no output embedding: {_LANGUAGE_MODEL}. If it has logits, pass chunk_size=None"
@@ -199,8 +198,8 @@ def require_head(models: Iterable[Any], chunk_size: int | str | None, inputs: Co
     """
     for model in models:
         if isinstance(model, nn.Module) and (reason := why_not_causal(model, inputs)) is not None:
-            name = _name(innermost(model))
-            raise HeadError(f"{name} {reason}; expected a model that predicts each token from the tokens before it")
+            expected = "expected a model that predicts each token from the tokens before it"
+            raise HeadError(f"{_name(innermost(model))} {reason}; {expected}")
         if chunk_size is not None or not isinstance(model, nn.Module):
             output_embedding(model)
 
@@ -268,7 +267,7 @@ def _logits_of(output: Any) -> torch.Tensor:
 
 
 _checked: weakref.WeakKeyDictionary[nn.Module, dict[Any, Any]] = weakref.WeakKeyDictionary()
-"""Scale, cap and autocast of the heads that were compared with a model's logits, by output embedding and autocast."""
+"""Scale, cap and autocast of heads that were compared with a model's logits, by output embedding, autocast and mode."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,7 +275,7 @@ class _HeadSample:
     """Results of a model and of its output embedding on the first tokens of a batch.
 
     The model runs before the batch's forward, so that hooks end with the batch: those that keep a module's last call,
-    and those that compute the weight of the output embedding (pruning, weight normalization), with its graph.
+    and those that compute the weight of the output embedding, with its graph.
 
     Attributes:
         expected: Logits of the model, `(1, CHECKED_TOKENS, vocab_size)`.
@@ -303,7 +302,8 @@ class _HeadSample:
         autocast: list[torch.dtype | None] = []
         unhooked: list[torch.Tensor] = []
         bypassed = bool(module._forward_hooks) and OutputHead(module).is_plain
-        training = module.training
+        # The steps around the output embedding, and hooks, may depend on the mode.
+        modes = [(part, part.training) for part in modules_around(model, module) if part is not module or bypassed]
 
         def note(_: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
             given.append(args[0])
@@ -317,11 +317,12 @@ class _HeadSample:
             stack.enter_context(evaluating(model))
             if bypassed:
                 stack.callback(module.register_forward_hook(keep, prepend=True).remove)
-                module.training = training  # hooks may read it
+            for part, mode in modes:
+                part.training = mode
             output = _run_sample(model, input_ids, inputs, given, autocast, unhooked)
         _require_one_call(model, module, given, input_ids.reshape(-1)[:CHECKED_TOKENS][None])
         hidden, expected = given[0][:, :CHECKED_TOKENS], _logits_of(output)[:, :CHECKED_TOKENS].clone()
-        embedded = OutputHead(module, autocast=autocast[0], units=_gathered_units(model, module))(hidden)
+        embedded = OutputHead(module, autocast=autocast[0], units=gathered_units(model, module))(hidden)
         # Some models compute their logits in another dtype than their hidden states.
         rounding = max(torch.finfo(each.dtype).eps for each in (hidden, expected, embedded))
         return cls(expected, embedded, unhooked[0] if bypassed else None, rounding)

@@ -307,3 +307,18 @@ def add_product(target: torch.Tensor, first: torch.Tensor, second: torch.Tensor)
         target.addmm_(first, second)
     else:
         target.add_(first @ second)
+
+
+def sharded_around(model: nn.Module, head: nn.Module) -> list[FSDPModule]:
+    """Return the modules sharded by FSDP2 that contain the head.
+
+    FSDP gathers their weights for the backward when a gradient reaches the model's output. Here the head's backward
+    runs before that, so they are gathered again after the forward. The backward frees them as usual.
+    """
+    units = [part for part in model.modules() if isinstance(part, FSDPModule)]
+    return [unit for unit in units if any(inner is head for inner in cast(nn.Module, unit).modules())]
+
+
+def gathered_units(model: nn.Module, head: nn.Module) -> tuple[FSDPModule, ...]:
+    """Return `OutputHead.units`."""
+    return () if OutputHead(head).is_plain else tuple(sharded_around(model, head))

@@ -112,7 +112,8 @@ def rollout_logprobs(
     if not isinstance(loss_terms, torch.Tensor):
         loss_terms = parse_option(LossTerms, loss_terms, "loss_terms", "or a number of each sequence")
     wrapped = [model] if reference is None else [model, reference]
-    own = [] if model_inputs is None or not any(model_inputs) else list(model_inputs)
+    own = [] if model_inputs is None else list(model_inputs)
+    own = own if any(own) else []
     require_head(wrapped, chunk_size, {name for each in own if isinstance(each, Mapping) for name in each})
     models = [innermost(part) for part in wrapped]
     device = device_of(model)

@@ -29,8 +29,10 @@ def has_gradient(loss: torch.Tensor) -> bool:
     """Return True if a loss depends on the log-probabilities. A constant 0, as for a batch without tokens, does not.
 
     Raises:
-        ValueError: If it is another constant: the gradient would silently be 0.
+        ValueError: If it is another constant: the gradient would silently be 0. Also in inference mode.
     """
+    if torch.is_inference_mode_enabled():
+        raise ValueError("torch.inference_mode() permits no gradients: call with a loss outside of it")
     if not loss.requires_grad and bool(loss != 0):
         raise ValueError(
             f"the loss {loss.item():g} does not depend on the log-probabilities that it gets, so it has no gradient: "

@@ -73,6 +73,8 @@ def _causal(
 
     The queries are the last tokens. The keys before them are the keys of a shared prompt.
     """
+    if window is not None and window < 1:
+        raise ValueError(f"the attention window has {window} tokens, expected at least 1: set sliding_window to null")
     length, total = query.shape[2], key.shape[2]
     prompt = total - length
     if not prompt and (window is None or length <= window):

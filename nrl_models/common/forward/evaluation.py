@@ -45,3 +45,10 @@ def _checkpointed(layer: Any, forward: Callable[..., Any], *args: Any, **kwargs:
     if torch.is_grad_enabled():
         return layer._gradient_checkpointing_func(partial(forward, **kwargs), *args)
     return forward(*args, **kwargs)
+
+
+def modules_around(model: nn.Module, module: nn.Module) -> list[nn.Module]:
+    """Return the modules that contain `module`, outermost first, and `module` itself."""
+    name = next(name for name, part in model.named_modules() if part is module)
+    parts = name.split(".") if name else []
+    return [model.get_submodule(".".join(parts[:count])) for count in range(len(parts) + 1)]

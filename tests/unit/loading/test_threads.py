@@ -7,8 +7,10 @@ import gc
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +21,18 @@ from common.source_names import dotted, trees
 from torch import nn
 from transformers import LlamaConfig, MixtralConfig, PreTrainedModel, masking_utils
 
-from nrl_models import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification, start_engine
+from nrl_models import (
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    Sampling,
+    start_engine,
+    token_logprobs,
+)
 from nrl_models.common.checkpoint.limits import TENSORS, limited_build
 from nrl_models.common.process_state import replaced_here
 from nrl_models.distributed.pipeline.crossing import crossing_of
+from nrl_models.engines.hf import HFEngine
 from nrl_models.errors import ConfigurationError
 from nrl_models.testing.suite.asserts import assert_same_tensors
 from nrl_models.testing.tiny import tiny_config
@@ -150,6 +160,45 @@ def test_forked_process_can_load_during_load(llama_config: LlamaConfig, tmp_path
             statuses.append(os.waitpid(child, 0)[1])
         stop.set()
         loading.result()
+    assert statuses == [0] * 6
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+@pytest.mark.parametrize("kind", ["token_logprobs", "engine"])
+def test_forked_process_can_compute_during_a_call(kind: str, llama_config: LlamaConfig) -> None:
+    """The child does not wait for locks of a thread that it does not have."""
+    llama_config.num_hidden_layers = 1
+    model = AutoModelForCausalLM.from_config(llama_config, dtype=torch.float32).eval()
+    tokens, engine = torch.arange(20, 44).view(2, 12), HFEngine(model, "engine")
+    calls = {
+        "token_logprobs": partial(token_logprobs, model, tokens),
+        "engine": partial(engine.score, tokens.tolist(), Sampling()),
+    }
+    compute = calls[kind]
+    stop = threading.Event()
+
+    def repeat() -> None:
+        while not stop.is_set():
+            compute()
+
+    with ThreadPoolExecutor(1) as pool:
+        computing = pool.submit(repeat)
+        statuses = []
+        for _ in range(6):
+            time.sleep(0.02)
+            if (child := os.fork()) == 0:
+                signal.signal(signal.SIGALRM, signal.SIG_DFL)  # ends a child that waits forever
+                signal.alarm(20)
+                status = 1
+                try:
+                    compute()
+                    status = 0
+                finally:
+                    os._exit(status)
+            statuses.append(os.waitpid(child, 0)[1])
+        stop.set()
+        computing.result()
     assert statuses == [0] * 6
 
 

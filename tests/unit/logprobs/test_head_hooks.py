@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
+from functools import partial
 from typing import Any, cast
 
 import pytest
@@ -155,6 +157,56 @@ def test_hook_that_changes_the_output_in_training_only() -> None:
     token_logprobs(model, IDS)
     with pytest.raises(HeadError, match="lm_head: forward hook masked_in_training changes"):
         token_logprobs(model.train(), IDS)
+
+
+def masking(columns: Callable[[nn.Module], int], module: nn.Module, args: Any, output: Any) -> Any:
+    """Mask logits of the model itself from a column on."""
+    output.logits = output.logits.clone()
+    output.logits[..., columns(module) :] = -1e4
+    return output
+
+
+@torch.no_grad()
+def test_model_hook_that_acts_in_training_only() -> None:
+    model = copy.deepcopy(FamilyCase(LLAMA).model()).eval()
+    model.register_forward_hook(partial(masking, lambda module: 40 if module.training else 10_000))
+    torch.testing.assert_close(token_logprobs(model, IDS).logprobs[:, 1:], own_logprobs(model), rtol=0, atol=1e-5)
+    with pytest.raises(HeadError, match="are not those of its output embedding"):
+        token_logprobs(model.train(), IDS)
+    token_logprobs(model.eval(), IDS)
+
+
+@torch.no_grad()
+def test_model_class_that_masks_in_training_only() -> None:
+    class Padded(LLAMA):  # type: ignore[misc]
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            return masking(
+                lambda module: 40 if module.training else 10_000, self, args, super().forward(*args, **kwargs)
+            )
+
+    model = Padded(FamilyCase(LLAMA).config)
+    token_logprobs(model.eval(), IDS)
+    with pytest.raises(HeadError, match="are not those of its output embedding"):
+        token_logprobs(model.train(), IDS)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("part", ["", "lm_head"])
+def test_hook_that_acts_later(part: str) -> None:
+    model, first = copy.deepcopy(FamilyCase(LLAMA).model()).eval(), [10_000]
+
+    def mask(module: nn.Module, args: Any, output: Any) -> Any:
+        if not part:
+            return masking(lambda _: first[0], module, args, output)
+        output = output.clone()
+        output[..., first[0] :] = -1e4
+        return output
+
+    model.get_submodule(part).register_forward_hook(mask)
+    token_logprobs(model, IDS)
+    first[0] = 40
+    with pytest.raises(HeadError):
+        token_logprobs(model, IDS)
 
 
 def own_logprobs(model: nn.Module) -> torch.Tensor:

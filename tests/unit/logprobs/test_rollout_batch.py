@@ -279,6 +279,18 @@ def test_zero_loss_skips_backward(sequences: list[torch.Tensor]) -> None:
     assert gradients_of(model) == {}
 
 
+def test_model_inputs_may_be_an_iterator() -> None:
+    case = FamilyCase(registry.model_class("Qwen2_5_VLForConditionalGeneration"))
+    inputs = case.inputs(batch=1, images=True)
+    ids = inputs.pop("input_ids")[0]
+    inputs.pop("attention_mask", None)
+    given = [{}, inputs]
+    sequences = [[20, 21, 22], ids]
+    expected = rollout_logprobs(case.model(), sequences, model_inputs=given).logprobs
+    actual = rollout_logprobs(case.model(), sequences, model_inputs=iter(given)).logprobs
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0)
+
+
 def test_loss_without_gradient_raises(sequences: list[torch.Tensor]) -> None:
     """A constant 0 has none either, but is right for a batch without tokens."""
     model = tiny_llama()
