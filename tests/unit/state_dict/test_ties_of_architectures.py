@@ -226,7 +226,10 @@ def test_weights_untied_after_sharding_raise(family_case: FamilyCase, mesh: Any,
     ):
         with pytest.raises(ShardingError, match="was replaced after sharding") as caught:
             use()
-        assert {problem.subject for problem in caught.value.problems} == set(ties)
+        named = {problem.subject for problem in caught.value.problems}
+        # FSDP keeps one of two tied parameters, and the other one counts as replaced.
+        assert len(named) == len(ties)
+        assert named <= {*ties, *ties.values()}
     assert not [path for path in tmp_path.rglob("*") if path.suffix in (".safetensors", ".json")]
 
 
