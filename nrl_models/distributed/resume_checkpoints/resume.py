@@ -27,6 +27,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from nrl_models.common.checkpoint.json_reading import read_object
 from nrl_models.common.checkpoint.local_path import CONFIG_NAME
+from nrl_models.common.checkpoint.writing import folder_to_write
 from nrl_models.common.config.comparison import differences
 from nrl_models.common.state_dict.adapter import StateDictAdapter
 from nrl_models.common.state_dict.blocks import Block
@@ -90,7 +91,8 @@ def save_checkpoint(
             asynchronous save failed and its `wait()` was not called; the new checkpoint is then not written.
         ShardingError: If ranks passed different progress, or another rank failed. The failed rank raises its own error.
             Also if the model is not sharded, or a wrapper has parameters (PEFT's prompts).
-        UnknownArgumentError: If `model` is not a module, for example if the arguments are swapped.
+        UnknownArgumentError: If `folder` cannot be the path of a directory, or `model` is not a module, for example if
+            the arguments are swapped.
 
     Examples:
         >>> import torch
@@ -105,11 +107,12 @@ def save_checkpoint(
         {'step': 100}
     """
     require_module(model, "save_checkpoint(folder, model, optimizer)")
-    folder, model = Path(folder), sharded_model(model)
+    model = sharded_model(model)
     sharding = sharding_of(model)
     mesh, what = sharding.mesh, f"save into {folder}"
     facts: OptimizerFacts | None = None
     with agreed(mesh, what):
+        folder = folder_to_write(folder)
         finish_last(raising=True)
         own, exported = sharding.written(model), sharding.adapter_of(model).exported("hub")
         parts = {StatePart.WEIGHTS: [Held(name, tensor, own) for name, tensor in exported.items()]}
@@ -171,7 +174,8 @@ def load_checkpoint(
             names it, but it is not loaded.
         ShardingError: If a rank died or could not read a file completely. The model's values are then undefined. Also
             if the model is not sharded, or a wrapper has parameters (PEFT's prompts).
-        UnknownArgumentError: If `model` is not a module, for example if the arguments are swapped.
+        UnknownArgumentError: If `folder` is not a path, or `model` is not a module, for example if the arguments are
+            swapped.
 
     Examples:
         >>> import torch
@@ -185,7 +189,7 @@ def load_checkpoint(
         {}
     """
     require_module(model, "load_checkpoint(folder, model, optimizer)")
-    folder, model = Path(folder), sharded_model(model)
+    model = sharded_model(model)
     sharding = sharding_of(model)
     mesh, what = sharding.mesh, f"load {folder}"
     finish_last(raising=False)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from nrl_models.common.checkpoint.local_path import CONFIG_NAME
+from nrl_models.common.checkpoint.local_path import CONFIG_NAME, as_path
 from nrl_models.distributed.mesh import agreed, gather_over, is_first, place_in, reporting_dead_ranks
 from nrl_models.distributed.resume_checkpoints.manifest import NAME, Manifest, StatePart, WrittenFile, read_manifest
 from nrl_models.errors import CheckpointError, Problem, ProblemKind
@@ -51,7 +51,7 @@ def remove_older(version: Path) -> None:
             older.rmdir()
 
 
-def whole_version(folder: Path, parts: Sequence[StatePart], mesh: DeviceMesh, what: str) -> tuple[Path, Manifest]:
+def whole_version(folder: str | Path, parts: Sequence[StatePart], mesh: DeviceMesh, what: str) -> tuple[Path, Manifest]:
     """Return the newest version and its manifest, after comparing all files of `parts` with their hashes.
 
     Every rank of the mesh has to call this. Each reads a share of the files.
@@ -66,9 +66,10 @@ def whole_version(folder: Path, parts: Sequence[StatePart], mesh: DeviceMesh, wh
         CheckpointError: On every rank, if there is no version or the newest is damaged. Lists all problems, and whether
             an older version is intact.
         ShardingError: If ranks see different versions, or a rank died.
+        UnknownArgumentError: If `folder` is not a path.
     """
     with agreed(mesh, what):
-        found = _found(folder)
+        found = _found(as_path(folder))
     with reporting_dead_ranks(what):
         ((newest, *older), *_) = gather_over(mesh, found)  # the first rank's: others may see old lists of a network's
     manifest, own = _examined(newest, parts, place_in(mesh), mesh.size())
