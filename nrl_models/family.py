@@ -316,8 +316,8 @@ class FamilyModel(RefusesReentrantCheckpointing, Upstream):
         Raises:
             StateDictError: If `state_dict` does not fit the model or the model stays quantized, or it is None and the
                 model has PEFT adapters or weights that were quantized in place (torchao's `quantize_`). Adapters of
-                transformers' `add_adapter` are saved. Also if names share tensors and the configuration does not tie
-                them, as in transformers.
+                transformers' `add_adapter` are saved. Also if weights were cast to integers, complex numbers or 8-bit
+                floats, or names share tensors and the configuration does not tie them, as in transformers.
             CheckpointError: If configuration and model disagree about shapes or tied embeddings.
             UnknownArgumentError: If `save_directory` is not a path, or `max_shard_size` is not a size.
         """

@@ -22,7 +22,7 @@ from nrl_models.common.projections import own_storage
 from nrl_models.common.state_dict.adapter import StateDictAdapter
 from nrl_models.common.state_dict.kept_tensors import kept_by
 from nrl_models.common.state_dict.layouts import TensorSpec
-from nrl_models.common.state_dict.own_tensors import require_savable
+from nrl_models.common.state_dict.savable import require_savable, require_wide_weights
 from nrl_models.common.state_dict.ties import ties_as_read
 from nrl_models.common.state_dict.to_checkpoint import check_shapes, check_ties, checkpoint_layout
 from nrl_models.common.views.view import HFTensor
@@ -69,6 +69,7 @@ def save_pretrained(
     check_shapes(model, adapter)
     check_ties(model, adapter)
     require_savable(model)
+    require_wide_weights(model, adapter, adapter.own)
     table = checkpoint_layout(model, adapter, original_format=save_original_format)
     kept = kept_by(model)  # the first rank's, which writes them
     with reporting_dead_ranks(f"save into {folder}"):

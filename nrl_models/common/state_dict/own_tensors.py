@@ -263,19 +263,6 @@ def require_unquantized(quantized: Mapping[str, str], action: str = "exported", 
         raise StateDictError(f"quantized weights cannot be {action}", problems, [advice])
 
 
-def require_savable(model: nn.Module) -> None:
-    """Raise if weights were quantized in place by torch or torchao, whose format no checkpoint describes.
-
-    Raises:
-        StateDictError: If there are any. Lists all weights.
-    """
-    advice = (
-        "save before quantizing; to save quantized weights, load the saved checkpoint with "
-        "from_pretrained(quantization_config=...), whose save_pretrained writes them"
-    )
-    require_unquantized(stored_formats(model).opaque, "saved", advice)
-
-
 def as_built(model: Any, dtype: torch.dtype | None = None) -> PreTrainedModel:
     """Return a model on meta with the names and shapes that the configuration of `model` gives.
 

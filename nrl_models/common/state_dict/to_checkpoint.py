@@ -44,9 +44,9 @@ from nrl_models.common.state_dict.own_tensors import (
     Gathered,
     as_built,
     read_all,
-    require_savable,
     stored_formats,
 )
+from nrl_models.common.state_dict.savable import require_savable, require_wide_weights
 from nrl_models.common.state_dict.ties import (
     are_one_memory,
     declared_ties,
@@ -83,8 +83,9 @@ def to_checkpoint(
 
     Raises:
         CheckpointError: If configuration and model disagree on shapes or tied weights, or tensors have no values.
-        StateDictError: If `state_dict` is not this model's, or weights are quantized but transformers did not load them
-            quantized. With a `state_dict` also if the model stays quantized.
+        StateDictError: If `state_dict` is not this model's, or weights are quantized (also by a cast to an integer or
+            8-bit dtype) but transformers did not load them quantized. With a `state_dict` also if the model stays
+            quantized.
     """
     is_quantized = getattr(model, "hf_quantizer", None) is not None
     if is_quantized and state_dict is not None:
@@ -110,6 +111,7 @@ def to_checkpoint(
         # For a tied tensor, either name is sufficient.
         tied = {kept: state_dict[name] for name, kept in adapter.tied.items() if name in state_dict}
         state_dict = {**tied, **state_dict}
+    require_wide_weights(model, adapter, state_dict)
     table = checkpoint_layout(model, adapter, original_format=original_format)
     tensors = read_all(table, state_dict) | {name: kept.read() for name, kept in kept_by(model).items()}
     # transformers and safetensors treat tensors that share a storage as tied; experts of one stack are not tied.

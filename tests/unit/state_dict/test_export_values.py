@@ -139,7 +139,7 @@ def with_scale(linear: nn.Linear) -> nn.Module:
     return result
 
 
-@pytest.mark.parametrize("method", ["scale", *QUANTIZED])
+@pytest.mark.parametrize("method", ["scale", *(name for name in QUANTIZED if name != "float8")])
 @pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "MixtralForCausalLM"])
 def test_saved_file_has_all_state_dict_tensors(architecture: str, method: str, tmp_path: Path) -> None:
     """Like transformers, saves tensors that are neither parameters nor buffers."""

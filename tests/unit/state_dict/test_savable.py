@@ -1,0 +1,60 @@
+"""Weights that no loader could read from the saved files, because their dtype needs scales."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoints import assert_same, stored
+
+from nrl_models import StateDictError, registry
+from nrl_models.testing.case import FamilyCase
+
+DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.int32, torch.bool, torch.complex64)
+
+
+@pytest.fixture(params=["LlamaForCausalLM", "MixtralForCausalLM"])
+def model(request: pytest.FixtureRequest) -> Any:
+    return copy.deepcopy(FamilyCase(registry.model_class(request.param)).model())
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_saving_state_dict_in_dtype_without_scales_raises(model: Any, dtype: torch.dtype, tmp_path: Path) -> None:
+    complete = model.state_dict()
+    given = {name: tensor.to(dtype) if tensor.ndim > 1 else tensor for name, tensor in complete.items()}
+    with pytest.raises(StateDictError, match="quantized weights cannot be saved") as caught:
+        model.save_pretrained(tmp_path / "saved", state_dict=given)
+    subjects = [problem.subject for problem in caught.value.problems]
+    assert subjects == [name for name, tensor in complete.items() if tensor.ndim > 1]
+    assert not (tmp_path / "saved").exists()
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8], ids=str)
+@pytest.mark.parametrize("passes_state_dict", [True, False])
+def test_saving_weights_cast_in_place_raises(
+    model: Any, dtype: torch.dtype, passes_state_dict: bool, tmp_path: Path
+) -> None:
+    complete = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    model.requires_grad_(False)
+    weights = {name: weight for name, weight in model.named_parameters() if "layers.1" in name or "head" in name}
+    for weight in weights.values():
+        weight.data = weight.data.to(dtype)
+    state_dict = model.state_dict() if passes_state_dict else None
+    with pytest.raises(StateDictError, match="quantized weights cannot be saved") as caught:
+        model.save_pretrained(tmp_path / "saved", state_dict=state_dict)
+    assert {problem.subject for problem in caught.value.problems} == weights.keys()
+    assert not (tmp_path / "saved").exists()
+    model.save_pretrained(tmp_path / "complete", state_dict=complete)  # other values may be saved
+    model.load_state_dict(complete, assign=True)
+    model.save_pretrained(tmp_path / "assigned")
+    assert_same(stored(tmp_path / "complete"), stored(tmp_path / "assigned"))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
+def test_state_dict_in_other_floating_point_dtype_is_saved(model: Any, dtype: torch.dtype, tmp_path: Path) -> None:
+    given = {name: tensor.to(dtype) for name, tensor in model.state_dict().items()}
+    model.save_pretrained(tmp_path, state_dict=given)
+    assert {tensor.dtype for tensor in stored(tmp_path).values()} == {dtype}
