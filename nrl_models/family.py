@@ -37,6 +37,7 @@ from nrl_models.common.state_dict.own_tensors import TO_FILES, require_no_peft
 from nrl_models.common.state_dict.ties import ties_as_read
 from nrl_models.common.state_dict.to_checkpoint import quantizer_returns, to_checkpoint
 from nrl_models.common.trust.adapter_files import require_safe_adapter
+from nrl_models.common.value_checks import require_names
 from nrl_models.distributed import saving
 from nrl_models.loading import pretrained
 from nrl_models.loading.names.hub_state_dicts import accepting_one_name, convert_names
@@ -319,9 +320,10 @@ class FamilyModel(RefusesReentrantCheckpointing, Upstream):
                 transformers' `add_adapter` are saved. Also if weights were cast to integers, complex numbers or 8-bit
                 floats, or names share tensors and the configuration does not tie them, as in transformers.
             CheckpointError: If configuration and model disagree about shapes or tied embeddings.
-            UnknownArgumentError: If `save_directory` is not a path, or `max_shard_size` is not a size.
+            UnknownArgumentError: If an argument has the wrong type, or `save_directory` cannot be a directory's path.
         """
         save_directory, max_shard_size = folder_to_write(save_directory), checked_file_size(max_shard_size)
+        require_names({} if state_dict is None else state_dict)
         adapter = has_adapter(self)  # transformers then writes the adapter only
         if state_dict is None and not adapter:
             require_no_peft(any(peft_modules(self)), TO_FILES)

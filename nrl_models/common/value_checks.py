@@ -1,4 +1,4 @@
-"""Checks of numbers that callers pass, and numbers that JSON can hold."""
+"""Checks of numbers and state dicts that callers pass, and numbers that JSON can hold."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import sys
 from collections.abc import Mapping
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any
+
+from nrl_models.errors import UnknownArgumentError, shown
 
 if TYPE_CHECKING:
     import torch
@@ -36,3 +38,16 @@ def finite_or_none(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [finite_or_none(each) for each in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def require_names(state_dict: object) -> None:
+    """Check that a state dict has names.
+
+    Raises:
+        UnknownArgumentError: If it is not a mapping, or a key is not a string.
+    """
+    expected = "expected a mapping of names to tensors"
+    if not isinstance(state_dict, Mapping):
+        raise UnknownArgumentError(f"state_dict is a {type(state_dict).__name__}: {expected}")
+    if other := [key for key in state_dict if not isinstance(key, str)]:
+        raise UnknownArgumentError(f"state_dict has the key {shown(other[0])}: {expected}")

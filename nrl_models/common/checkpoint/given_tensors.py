@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from nrl_models.common.checkpoint.files import CheckpointFiles, Identity
 from nrl_models.common.checkpoint.stored_tensors import StoredTensor
+from nrl_models.common.value_checks import require_names
 from nrl_models.errors import UnknownArgumentError, listed
 
 NAME = "state_dict"
@@ -30,13 +31,10 @@ class GivenTensors(CheckpointFiles):
     is_private = False
 
     def __init__(self, state_dict: Mapping[str, Any]) -> None:
-        if not isinstance(state_dict, Mapping):
-            raise UnknownArgumentError(
-                f"state_dict is a {type(state_dict).__name__}: expected a mapping of names to tensors"
-            )
+        require_names(state_dict)
         self.folder = Path(NAME)
         self.seen: dict[str, Identity | None] = {}
-        if wrong := [str(key) for key, value in state_dict.items() if not _is_complete(key, value)]:
+        if wrong := [key for key, value in state_dict.items() if not _is_complete(value)]:
             raise UnknownArgumentError(
                 f"state_dict: {listed(wrong)}: expected complete, dense tensors with values, by name. Gather sharded "
                 "tensors first (tensor.full_tensor()), and remove values that are not tensors"
@@ -69,7 +67,7 @@ class GivenTensors(CheckpointFiles):
         self._given = {}
 
 
-def _is_complete(key: object, value: object) -> bool:
-    if not isinstance(key, str) or not isinstance(value, torch.Tensor) or isinstance(value, DTensor):
+def _is_complete(value: object) -> bool:
+    if not isinstance(value, torch.Tensor) or isinstance(value, DTensor):
         return False
     return value.layout is torch.strided and value.device.type != "meta"

@@ -19,8 +19,9 @@ from nrl_models.common.state_dict.layouts import TensorSpec
 from nrl_models.common.state_dict.own_tensors import own_state_dict
 from nrl_models.common.state_dict.ties import tied_names
 from nrl_models.common.upstream_conversions import Renaming
+from nrl_models.common.value_checks import require_names
 from nrl_models.common.views.view import HFTensor, Piece
-from nrl_models.errors import Problem, ProblemKind, StateDictError, UnknownArgumentError, shown
+from nrl_models.errors import Problem, ProblemKind, StateDictError
 
 
 class OtherLayout(Hashable, Protocol):
@@ -221,8 +222,7 @@ def require_tensors(state_dict: Mapping[str, object]) -> None:
         StateDictError: If some are not.
         UnknownArgumentError: If `state_dict` is not a mapping with strings as keys.
     """
-    if not isinstance(state_dict, Mapping) or not all(isinstance(name, str) for name in state_dict):
-        raise UnknownArgumentError(f"state_dict={shown(state_dict)}: expected a dictionary of tensors by name")
+    require_names(state_dict)
     problems = [
         Problem(ProblemKind.DTYPE, str(name), f"is a {type(value).__name__}, expected a torch.Tensor")
         for name, value in state_dict.items()

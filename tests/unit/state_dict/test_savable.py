@@ -1,4 +1,4 @@
-"""Weights that no loader could read from the saved files, because their dtype needs scales."""
+"""State dicts and weights that cannot be saved: without names, or in dtypes that need scales."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 from checkpoints import assert_same, stored
 
-from nrl_models import StateDictError, registry
+from nrl_models import AutoModelForCausalLM, StateDictError, UnknownArgumentError, registry
 from nrl_models.testing.case import FamilyCase
 
 DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.int32, torch.bool, torch.complex64)
@@ -58,3 +58,23 @@ def test_state_dict_in_other_floating_point_dtype_is_saved(model: Any, dtype: to
     given = {name: tensor.to(dtype) for name, tensor in model.state_dict().items()}
     model.save_pretrained(tmp_path, state_dict=given)
     assert {tensor.dtype for tensor in stored(tmp_path).values()} == {dtype}
+
+
+@pytest.mark.parametrize("kind", ["generator", "list", "int keys"])
+def test_state_dict_without_names_raises_like_loading(model: Any, kind: str, tmp_path: Path) -> None:
+    tensors = model.state_dict()
+    given: Any = {"generator": iter(tensors.items()), "list": list(tensors.items()), "int keys": {1: torch.ones(1)}}[
+        kind
+    ]
+    messages = []
+    for call in (
+        lambda: model.save_pretrained(tmp_path / "saved", state_dict=given),
+        lambda: AutoModelForCausalLM.from_pretrained(None, config=model.config, state_dict=given),
+    ):
+        with pytest.raises(
+            UnknownArgumentError, match=r"state_dict .*expected a mapping of names to tensors"
+        ) as caught:
+            call()
+        messages.append(str(caught.value))
+    assert messages[0] == messages[1]
+    assert not (tmp_path / "saved").exists()

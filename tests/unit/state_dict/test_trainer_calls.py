@@ -230,7 +230,7 @@ def test_invalid_argument_types_raise(adapter: StateDictAdapter) -> None:
     name = next(iter(adapter.own))
     for value in (None, [name], {3: torch.ones(2)}):
         for call in (adapter.to_hf, adapter.from_hf):
-            with pytest.raises(UnknownArgumentError, match="expected a dictionary of tensors by name"):
+            with pytest.raises(UnknownArgumentError, match="expected a mapping of names to tensors"):
                 call(value)  # type: ignore[arg-type]
     for pairs in (None, [(name,)], ["ab"], [(3, torch.ones(2))], {name: torch.ones(2)}):
         with pytest.raises(UnknownArgumentError, match="expected pairs of name and tensor"):
