@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from nrl_models.common.state_dict.buckets import grouped
+from nrl_models.common.state_dict.buckets import grouped_tensors
 from nrl_models.common.value_checks import is_integer
 from nrl_models.engines.answers import require_complete
 from nrl_models.engines.engine_types import (
@@ -201,7 +201,8 @@ class Engine(GuardedCalls):
             MixedWeightsError: If only some of the weights were written. If the `tensors` iterator raised, its error
                 is re-raised with this message as a note.
             EngineError: If the engine does not support refits or rejects a tensor (NaN or infinite values, another
-                dtype or shape, a duplicate name). The engine keeps its old weights.
+                dtype or shape, a duplicate name), or the iterator changed a tensor after it had yielded it, as with a
+                reused buffer. The engine keeps its old weights.
         """
         if bucket_bytes is not None and type(bucket_bytes) is not int:
             raise EngineError(f"bucket_bytes={bucket_bytes!r}: expected a whole number of bytes, or None")
@@ -297,5 +298,5 @@ class Engine(GuardedCalls):
 
 
 def buckets(tensors: Iterable[NamedTensor], max_bytes: int | None) -> Iterator[list[NamedTensor]]:
-    """Group tensors into buckets of `max_bytes` at most, see `grouped`; a larger tensor has a bucket to itself."""
-    return grouped((((name, tensor), tensor.nbytes) for name, tensor in tensors), max_bytes)
+    """Group tensors into buckets of `max_bytes` at most; a larger tensor gets a separate one. See `grouped_tensors`."""
+    return grouped_tensors(tensors, max_bytes)

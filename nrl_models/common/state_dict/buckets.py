@@ -12,7 +12,7 @@ of the model.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from math import prod
 from threading import Lock
 from typing import TypeVar
@@ -23,6 +23,7 @@ from torch import nn
 
 from nrl_models.common.upstream_torch import foreach_copy
 from nrl_models.common.views.view import HFTensor, strides_of
+from nrl_models.errors import EngineError
 
 T = TypeVar("T")
 
@@ -145,6 +146,90 @@ def grouped(sizes: Iterable[tuple[T, int]], max_bytes: int | None) -> Iterator[l
         yield group
 
 
+class _Yielded:
+    """A named tensor that waits for its bucket, and its version when the generator yielded it."""
+
+    __slots__ = ("name", "tensor", "version")
+
+    def __init__(self, name: str, tensor: torch.Tensor) -> None:
+        # Inference tensors have no version, so a change could not be detected.
+        self.name, self.tensor = name, tensor.clone() if tensor.is_inference() else tensor
+        self.renew()
+
+    def renew(self) -> None:
+        """Record the current version."""
+        self.version = 0 if self.tensor.is_inference() else self.tensor._version
+
+    def may_have_changed(self) -> bool:
+        """Return True if the tensor, or another one of the same buffer, was modified in place."""
+        return not self.tensor.is_inference() and self.tensor._version != self.version
+
+    def is_complete_buffer(self) -> bool:
+        """Return True if no other tensor can be in the same buffer."""
+        return self.tensor.untyped_storage().nbytes() <= self.tensor.nbytes
+
+    def memory(self) -> tuple[str, int, int]:
+        """Return the device, and the addresses of the first byte and after the last one."""
+        last = sum((size - 1) * stride for size, stride in zip(self.tensor.shape, self.tensor.stride(), strict=True))
+        start = self.tensor.data_ptr()
+        return str(self.tensor.device), start, start + (last + 1) * self.tensor.element_size()
+
+
+def grouped_tensors(
+    tensors: Iterable[tuple[str, torch.Tensor]],
+    max_bytes: int | None,
+    size: Callable[[torch.Tensor], int] = lambda tensor: tensor.nbytes,
+) -> Iterator[list[tuple[str, torch.Tensor]]]:
+    """Group tensors of a generator into buckets, see `grouped`. Inference tensors are copied.
+
+    Args:
+        tensors: Pairs of name and tensor.
+        max_bytes: Maximum sum of sizes; None for a single bucket.
+        size: Size of a tensor in bytes.
+
+    Raises:
+        EngineError: If the generator modified a tensor before its bucket was complete, for example because it reuses a
+            buffer.
+    """
+    latest: list[_Yielded] = []
+
+    def waiting() -> Iterator[tuple[_Yielded, int]]:
+        for name, tensor in tensors:
+            latest[:] = [_Yielded(name, tensor)]
+            yield latest[0], size(tensor)
+
+    for group in grouped(waiting(), max_bytes):
+        _require_unchanged(group if group[-1] is latest[0] else [*group, *latest])
+        bucket = [(item.name, item.tensor) for item in group]
+        yield bucket
+        bucket.clear()
+        latest[0].renew()  # an engine may have written its own tensors
+
+
+def _require_unchanged(items: Sequence[_Yielded]) -> None:
+    """Check that no tensor was modified since it was yielded.
+
+    Tensors of one buffer also share its version. So a tensor in a larger buffer counts as modified only if its version
+    changed and another tensor was yielded in the same memory.
+    """
+    candidates = {item for item in items if item.tensor.numel() and item.may_have_changed()}
+    changed = {item for item in candidates if item.is_complete_buffer()}
+    if candidates - changed:
+        before, end = items[0], ("", 0)
+        for item in sorted((item for item in items if item.tensor.numel()), key=_Yielded.memory):
+            device, start, stop = item.memory()
+            if (device, start) < end:
+                changed |= candidates & {before, item}
+            if (device, stop) > end:
+                before, end = item, (device, stop)
+    if changed:
+        name = next(item.name for item in items if item in changed)
+        raise EngineError(
+            f"{name} was changed after the generator yielded it, before its bucket was complete: yield a copy "
+            "(tensor.clone())"
+        )
+
+
 def filled(
     bucket: dict[str, torch.Tensor],
     tensors: Mapping[str, HFTensor],
@@ -202,8 +287,7 @@ def on_host(tensors: Iterable[tuple[str, torch.Tensor]], max_bytes: int) -> Iter
     """
     pool = BufferPool(torch.device("cpu"), pinned=torch.cuda.is_available())
     # A tensor on a CPU is not kept until its bucket is full, because it may be temporary.
-    sizes = ((pair, pair[1].nbytes if _is_on_gpu(pair[1]) else max_bytes) for pair in tensors)
-    for group in grouped(sizes, max_bytes):
+    for group in grouped_tensors(tensors, max_bytes, lambda own: own.nbytes if _is_on_gpu(own) else max_bytes):
         if not _is_on_gpu(group[0][1]):
             yield from group
             continue
