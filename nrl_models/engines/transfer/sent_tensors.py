@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -95,7 +96,7 @@ def keeps_range(sent: torch.dtype, held: torch.dtype) -> bool:
 def require_range(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> None:
     """Check that the values of a tensor stay finite in the engine's dtype: 70,000 is infinite in float16.
 
-    Tensors whose dtype rules that out are not read, see `keeps_range`.
+    A single infinite value passes, see `is_finite`. Tensors whose dtype rules that out are not read, see `keeps_range`.
 
     Raises:
         EngineError: If some values are out of range.
@@ -104,7 +105,7 @@ def require_range(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> None:
         return
     limit = torch.finfo(dtype).max
     low, high = (float(bound) for bound in torch.aminmax(tensor.detach()))
-    if tensor.numel() > 1 and max(-low, high) > limit:
+    if limit < max(-low, high) and (tensor.numel() > 1 or math.isfinite(high)):
         raise EngineError(
             f"{name} has values from {low:.6g} to {high:.6g}, and the engine holds {dtype_name(dtype)} there, which "
             f"ends at {limit:.6g}: they would be infinite. Start the engine with dtype=torch.bfloat16 or torch.float32"

@@ -17,6 +17,7 @@ from nrl_models import registry
 from nrl_models.engines.engine_types import NamedTensor
 from nrl_models.engines.hf import HFEngine
 from nrl_models.engines.transfer import reload
+from nrl_models.engines.transfer.sent_tensors import require_range
 from nrl_models.engines.vllm import VLLMEngine
 from nrl_models.errors import EngineError, MixedWeightsError
 from nrl_models.logprobs import Sampling
@@ -192,6 +193,14 @@ def test_values_exceeding_engine_dtype_raise(
             target.copy_(tensor)
     weights[name][3, 4] = 1.0
     engine.refit(weights.items())
+
+
+@pytest.mark.parametrize("value", [7e4, -7e4, 1e30])
+def test_scalars_exceeding_engine_dtype_raise(value: float) -> None:
+    with pytest.raises(EngineError, match=r"layer_scalar has values from .* holds float16 there, which ends at 65504"):
+        require_range("layer_scalar", torch.tensor([value]), torch.float16)
+    for allowed in (6e4, math.inf, -math.inf):
+        require_range("layer_scalar", torch.tensor([allowed]), torch.float16)
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.float8_e4m3fn, torch.bool], ids=str)
