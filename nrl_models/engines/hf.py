@@ -36,7 +36,7 @@ from nrl_models.engines.engine_types import (
 from nrl_models.engines.group_calls import with_groups
 from nrl_models.engines.input_checks import require_max_length, require_recordable
 from nrl_models.engines.refit_targets import RefitTargets
-from nrl_models.errors import EngineError, NRLModelsError, one_line
+from nrl_models.errors import DeviceError, EngineError, NRLModelsError, one_line
 from nrl_models.inputs.images import cast, takes_images
 from nrl_models.inputs.placeholders import placeholders
 from nrl_models.inputs.tokenizers import as_ids, tokenizer_ends
@@ -98,7 +98,7 @@ class HFEngine(Engine):
 
         Raises:
             EngineError: If an option is unknown or invalid, or transformers cannot load the checkpoint.
-            DeviceError: If the device does not exist.
+            DeviceError: If the device does not exist, or is meta.
         """
         wrong = [*unknown, *([f"load_format={load_format}"] if load_format not in ("auto", "dummy") else [])]
         if wrong:
@@ -106,7 +106,8 @@ class HFEngine(Engine):
                 f"hf-generate has no option {', '.join(wrong)}: expected device, load_format=auto|dummy, seed"
             )
         require_max_length(max_length)
-        present_device(device)
+        if present_device(device).type == "meta":
+            raise DeviceError(f"device={str(device)!r} cannot hold weights: start the engine on cpu or an accelerator")
         if load_format == "dummy":
             torch.manual_seed(seed)
         try:

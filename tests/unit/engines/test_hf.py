@@ -16,7 +16,7 @@ from nrl_models.engines import ModuleCall, Sample, start_engine, tensor_digest
 from nrl_models.engines.hf import HFEngine
 from nrl_models.engines.input_checks import media_inputs
 from nrl_models.engines.scores import final_scores
-from nrl_models.errors import CheckpointError, EngineError
+from nrl_models.errors import CheckpointError, DeviceError, EngineError
 from nrl_models.logprobs import Sampling
 
 SAMPLINGS = [Sampling(0.0), Sampling(), Sampling(0.7, top_p=0.9), Sampling(1.3, top_k=20)]
@@ -314,6 +314,12 @@ def test_decode_last_requires_two_tokens(engine: HFEngine) -> None:
 def test_unknown_options_raise(checkpoint: Path) -> None:
     with pytest.raises(EngineError, match="enforce_eager, load_format=fast"):
         start_engine("hf-generate", checkpoint, load_format="fast", enforce_eager=True)
+
+
+@pytest.mark.parametrize("device", ["meta", torch.device("meta"), "meta:0"])
+def test_meta_device_raises(checkpoint: Path, device: str | torch.device) -> None:
+    with pytest.raises(DeviceError, match=rf"device='{device}' cannot hold weights: start the engine on cpu"):
+        start_engine("hf-generate", checkpoint, device=device)
 
 
 def test_damaged_checkpoint_raises(checkpoint: Path, tmp_path: Path) -> None:
