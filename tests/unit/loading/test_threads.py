@@ -189,7 +189,7 @@ def test_forked_process_can_compute_during_a_call(kind: str, llama_config: Llama
             time.sleep(0.02)
             if (child := os.fork()) == 0:
                 signal.signal(signal.SIGALRM, signal.SIG_DFL)  # ends a child that waits forever
-                signal.alarm(20)
+                signal.alarm(60)
                 status = 1
                 try:
                     compute()
