@@ -164,31 +164,30 @@ def code_of(module: nn.Module) -> tuple[int, ...]:
 
 
 def code_around(model: nn.Module) -> tuple[int, ...]:
-    """Identify the code of a model and of the models inside it, see `code_of`.
-
-    Empty if there are several processes: a hook on only one of them must not make it run the model more often.
-    """
-    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-        return ()
-    code: list[int] = []
-    module: nn.Module | None = model
-    while module is not None:
-        code += code_of(module)
-        module = inner_of(module)
-    return tuple(code)
+    """Identify the code of a model and of the models inside it, see `code_of`. Empty if there are several processes."""
+    return tuple(code for part in _models_around(model) for code in code_of(part))
 
 
 def may_act_later(model: nn.Module, module: nn.Module) -> bool:
     """Return True if `module`, or a model around it, has a forward hook, which may change values from some call on.
 
-    False if there are several processes, see `code_around`.
+    False if there are several processes.
     """
-    if not code_around(model):
-        return False
+    around = _models_around(model)
+    return bool(around) and any(part._forward_hooks for part in (*around, module))
+
+
+def _models_around(model: nn.Module) -> list[nn.Module]:
+    """Return a model and the models inside it, outermost first.
+
+    Empty if there are several processes: a hook on only one of them must not make it run the model more often.
+    """
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        return []
     around = [model]
     while (inner := inner_of(around[-1])) is not None:
         around.append(inner)
-    return any(part._forward_hooks for part in (*around, module))
+    return around
 
 
 @contextmanager

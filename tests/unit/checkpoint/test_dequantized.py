@@ -20,6 +20,7 @@ from transformers import (
     GptOssConfig,
     LlamaConfig,
     Mxfp4Config,
+    PreTrainedConfig,
     PreTrainedModel,
     Qwen3_5Config,
 )
@@ -244,13 +245,19 @@ def test_mxfp8_with_requested_dequantization_loads(requested: str, deepseek: Pre
     assert_same({key: exported[key] for key in expected}, expected)
 
 
+def save_vision_language_model(config: PreTrainedConfig, part: str | None, folder: Path) -> dict[str, torch.Tensor]:
+    """Save a model in FP8, with the quantization settings in a part of its configuration. Returns the weights."""
+    whole = new_model(config, "ForConditionalGeneration", dtype=torch.bfloat16)
+    expected = save_in_form(whole, "static", folder)
+    settings = {"quantization_config": {"quant_method": "fp8", **FORMS["static"][1]}}
+    content = json.loads((folder / "config.json").read_text())
+    edit_config(folder, **(settings if part is None else {part: content[part] | settings}))
+    return expected
+
+
 @pytest.mark.parametrize("part", ["text_config", None])
 def test_vision_language_model_quantization_config(part: str | None, tmp_path: Path) -> None:
-    whole = new_model(tiny_config(Gemma3Config), "ForConditionalGeneration", dtype=torch.bfloat16)
-    expected = save_in_form(whole, "static", tmp_path)
-    settings = {"quantization_config": {"quant_method": "fp8", **FORMS["static"][1]}}
-    content = json.loads((tmp_path / "config.json").read_text())
-    edit_config(tmp_path, **(settings if part is None else {part: content[part] | settings}))
+    expected = save_vision_language_model(tiny_config(Gemma3Config), part, tmp_path)
     model = AutoModelForImageTextToText.from_pretrained(tmp_path, dtype=torch.float32)
     assert not quantized_part(model.config)
     exported = dict(model.state_dict_adapter.iter_export(model))
@@ -260,11 +267,7 @@ def test_vision_language_model_quantization_config(part: str | None, tmp_path: P
 @needs("Qwen3_5ForConditionalGeneration")
 @pytest.mark.parametrize("part", ["text_config", None])
 def test_text_model_of_quantized_vision_language_checkpoint(part: str | None, tmp_path: Path) -> None:
-    whole = new_model(tiny_config(Qwen3_5Config), "ForConditionalGeneration", dtype=torch.bfloat16)
-    expected = save_in_form(whole, "static", tmp_path)
-    settings = {"quantization_config": {"quant_method": "fp8", **FORMS["static"][1]}}
-    content = json.loads((tmp_path / "config.json").read_text())
-    edit_config(tmp_path, **(settings if part is None else {part: content[part] | settings}))
+    expected = save_vision_language_model(tiny_config(Qwen3_5Config), part, tmp_path)
     model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     assert not quantized_part(model.config)
     exported = dict(model.state_dict_adapter.iter_export(model))

@@ -15,7 +15,7 @@ from test_dequantized import FORMS as FP8
 from nrl_models.testing.case import FamilyCase
 
 UNQUANTIZED = ("embed", "lm_head", "position", "wpe", "wte")
-"""Parts of the names of matrices that are no linears, or that published files leave unquantized."""
+"""Parts of the names of matrices that are not linears, or that published files leave unquantized."""
 
 
 def quantized_config(form: str) -> dict[str, Any]:
