@@ -27,13 +27,13 @@ from nrl_models.common.state_dict.layouts import TensorSpec
 from nrl_models.common.state_dict.matching import match
 from nrl_models.common.state_dict.tables import Layout, LayoutTables, require_tensors
 from nrl_models.common.state_dict.ties import tied_names
-from nrl_models.common.state_dict.trainer_options import (
+from nrl_models.common.upstream_conversions import loaded_conversions
+from nrl_models.common.views.trainer_options import (
     check_options,
     excluded_keys,
     named_tensors,
     require_whole_experts,
 )
-from nrl_models.common.upstream_conversions import loaded_conversions
 from nrl_models.errors import Problem, ProblemKind, StateDictError, UnknownArgumentError
 
 
@@ -41,7 +41,7 @@ class StateDictAdapter(LayoutTables):
     """Translates between a model's own tensors and Hugging Face's names and shapes.
 
     `to_hf`, `from_hf` and `convert_single_tensor_to_hf` accept the arguments of NeMo AutoModel and NeMo RL
-    (`nrl_models.common.state_dict.trainer_options`).
+    (`nrl_models.common.views.trainer_options`).
 
     Args:
         model: See `LayoutTables`.

@@ -18,7 +18,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from transformers import LlamaConfig, PreTrainedModel, Qwen3MoeConfig
 
 from nrl_models import AutoModelForCausalLM, StateDictAdapter, StateDictError
-from nrl_models.common.state_dict.trainer_options import WITHOUT_EFFECT
+from nrl_models.common.views.trainer_options import WITHOUT_EFFECT
 from nrl_models.errors import ShardingError, UnknownArgumentError
 from nrl_models.families.baichuan.model import BaichuanForCausalLM
 from nrl_models.testing.case import FamilyCase
