@@ -22,9 +22,9 @@ from nrl_models.common.projections import own_storage
 from nrl_models.common.state_dict.adapter import StateDictAdapter
 from nrl_models.common.state_dict.kept_tensors import kept_by
 from nrl_models.common.state_dict.layouts import TensorSpec
-from nrl_models.common.state_dict.savable import require_savable, require_wide_weights
+from nrl_models.common.state_dict.savable import check_shapes, check_ties, require_savable, require_wide_weights
 from nrl_models.common.state_dict.ties import ties_as_read
-from nrl_models.common.state_dict.to_checkpoint import check_shapes, check_ties, checkpoint_layout
+from nrl_models.common.state_dict.to_checkpoint import checkpoint_layout
 from nrl_models.common.views.view import HFTensor
 from nrl_models.distributed.mesh import Ranks, agree, agreed, gather_over, is_first, reporting_dead_ranks
 from nrl_models.distributed.sharding import sharding_of

@@ -223,10 +223,9 @@ def logits_at(
     """
     rows, columns = places
     others = (value for name, value in inputs.items() if name not in BOUNDARIES and value is not None)
-    skips = "logits_to_keep" in inspect.signature(innermost(model).forward).parameters and len(columns) > 0
-    if any(getattr(value, "shape", ())[:2] != input_ids.shape for value in others) or reads_complete_rows(model):
-        skips = False
-    if not skips:
+    has_argument = "logits_to_keep" in inspect.signature(innermost(model).forward).parameters
+    skips = has_argument and len(columns) > 0 and not reads_complete_rows(model)
+    if not skips or any(getattr(value, "shape", ())[:2] != input_ids.shape for value in others):
         logits = _full_logits(model(input_ids=input_ids, use_cache=False, **inputs), model)
         return _columns_of_tokens(model, logits, input_ids)[rows, columns]
     kept, among_kept = columns.unique(return_inverse=True)

@@ -223,7 +223,10 @@ INSIDE_COMMON = (
 """Packages inside `common` in the same order. Files directly in `common` are below all of these."""
 
 MAX_FILES = 15
-"""Maximum number of files."""
+"""Maximum number of files in a package."""
+
+MAX_LINES = 350
+"""Maximum number of lines in a file."""
 
 
 @dataclass(frozen=True)
@@ -339,6 +342,11 @@ def test_module_names_are_unique() -> None:
 def test_no_package_has_too_many_files() -> None:
     packages = {path.parent for path in ROOT.rglob("*.py")}
     large = {str(path): count for path in packages if (count := len(list(path.glob("*.py")))) > MAX_FILES}
+    assert not large
+
+
+def test_no_file_has_too_many_lines() -> None:
+    large = {file: lines for file, text in sources() if (lines := len(text.splitlines())) > MAX_LINES}
     assert not large
 
 

@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 import copy
-import inspect
-import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from itertools import chain
-from types import MappingProxyType
-from typing import Any, NoReturn
-from weakref import WeakKeyDictionary
+from typing import Any
 
 import torch
 from accelerate.utils import has_offloaded_params
@@ -19,8 +14,6 @@ from transformers import PreTrainedModel
 
 from nrl_models.common.modules import (
     class_name,
-    input_embeddings,
-    is_flattened,
     own_name,
     peft_modules,
     without_wrappers,
@@ -30,28 +23,24 @@ from nrl_models.common.projections import own_storage
 from nrl_models.common.state_dict.adapter import StateDictAdapter, adapter_of
 from nrl_models.common.state_dict.kept_tensors import kept_by
 from nrl_models.common.state_dict.layouts import (
-    TensorSpec,
     are_alike,
     convert_layout,
     hub_conversions,
     loaded_names,
 )
-from nrl_models.common.state_dict.mtp import MTP_COPIES, MTPNames
 from nrl_models.common.state_dict.own_tensors import (
-    COMPUTED,
-    STORE_COMPUTED,
     TO_FILES,
     Gathered,
-    as_built,
     read_all,
-    stored_formats,
 )
-from nrl_models.common.state_dict.savable import require_savable, require_wide_weights
+from nrl_models.common.state_dict.savable import (
+    check_given_ties,
+    check_shapes,
+    check_ties,
+    require_savable,
+    require_wide_weights,
+)
 from nrl_models.common.state_dict.ties import (
-    are_one_memory,
-    declared_ties,
-    have_same_values,
-    tying_keys,
     with_separate_ties,
 )
 from nrl_models.common.upstream_conversions import (
@@ -107,7 +96,7 @@ def to_checkpoint(
     else:
         state_dict = dict(Gathered({own_name(name): tensor for name, tensor in state_dict.items()}))
         adapter.check_own(state_dict, TO_FILES if has_peft else ())
-        _check_given_ties(model, state_dict)
+        check_given_ties(model, state_dict)
         # For a tied tensor, either name is sufficient.
         tied = {kept: state_dict[name] for name, kept in adapter.tied.items() if name in state_dict}
         state_dict = {**tied, **state_dict}
@@ -222,145 +211,3 @@ def _fetched(model: PreTrainedModel, own: dict[str, torch.Tensor]) -> dict[str, 
             ["load a checkpoint into it: from_config(device='meta') gives shapes only"],
         )
     return own
-
-
-def check_shapes(model: PreTrainedModel, adapter: StateDictAdapter) -> None:
-    """Check that a model has the tensors and shapes of its configuration, so that the saved model can be loaded.
-
-    They differ if only one of the two was changed: by `resize_token_embeddings` of a model with more sizes than
-    `vocab_size`, by hand (dropped or added layers), or by pruning and parametrizations. Additional modules are allowed.
-    Weights of multi-token prediction (MTP) have numbers after the last layer and copies of the embeddings.
-
-    Args:
-        model: The model.
-        adapter: The model's adapter.
-
-    Raises:
-        CheckpointError: If they differ.
-    """
-    if getattr(model, "stages", None) is not None or is_flattened(model):
-        return
-    problems = _mtp_problems(model)
-    state = model.config.to_json_string(use_diff=False), adapter.own
-    if _consistent.get(model) != state:
-        problems = _differences(model, adapter) + problems
-    if problems:
-        advice = ["change the configuration or these tensors, so that both describe the same model"]
-        advice += [STORE_COMPUTED] if adapter.computed else []
-        raise CheckpointError(f"{class_name(model)} and its configuration describe different models", problems, advice)
-    _consistent[model] = state
-
-
-_consistent: WeakKeyDictionary[PreTrainedModel, tuple[str, Mapping[str, TensorSpec]]] = WeakKeyDictionary()
-"""The configuration and the own tensors of each model when they last agreed. Building a large model takes seconds."""
-
-
-def _differences(model: PreTrainedModel, adapter: StateDictAdapter) -> list[Problem]:
-    """Return differences between a model's tensors and those of a new model with the same configuration."""
-    plain = without_wrappers(model, peft=True)
-    _, *others = inspect.signature(type(plain)).parameters.values()
-    if any(each.default is each.empty and each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD) for each in others):
-        return []  # a subclass that cannot be built from a configuration alone
-    built = as_built(plain, torch.get_default_dtype())
-    shapes = dict(chain(built.named_parameters(), built.named_buffers()))
-    packed = stored_formats(plain).packed
-    quantized = {name.rpartition(".")[0] for name in adapter.quantized}  # modules with other names for their tensors
-    written = built.state_dict().keys() - declared_ties(built).keys() - set(plain._keys_to_ignore_on_save or ())
-    problems = [Problem(ProblemKind.UNEXPECTED, name, COMPUTED) for name in adapter.computed]
-    problems += [
-        Problem(ProblemKind.MISSING, name, "is not in the model, its configuration has it")
-        for name in sorted(written - adapter.own.keys() - set(adapter.computed))
-        if name.rpartition(".")[0] not in quantized
-    ]
-    problems += [
-        Problem(ProblemKind.UNEXPECTED, name, "is in a layer that the configuration does not have")
-        for name in adapter.own
-        if name not in shapes and any(first in shapes for first in _in_first_layer(name))
-    ]
-    return problems + [
-        Problem(ProblemKind.SHAPE, name, f"has {tuple(spec.shape)}, its configuration gives {tuple(shape)}")
-        for name, spec in adapter.own.items()
-        if name in shapes
-        and name not in packed
-        and (shape := shapes[name].shape) != spec.shape
-        and shapes[name].is_floating_point() == spec.dtype.is_floating_point  # else quantized
-    ]
-
-
-def _in_first_layer(name: str) -> Iterator[str]:
-    """Yield the name with each of its numbers replaced by 0: the same tensor in the first layer of a stack."""
-    for number in re.finditer(r"(?<=\.)[1-9]\d*(?=\.)", name):
-        yield f"{name[: number.start()]}0{name[number.end() :]}"
-
-
-def _mtp_problems(model: PreTrainedModel) -> list[Problem]:
-    """Return problems of kept MTP weights that do not belong to the model's layers and embeddings."""
-    kept = kept_by(model, mtp_only=True)
-    if not kept:
-        return []
-    names = MTPNames(model)
-    found = set(names.among(kept))
-    problems = [
-        Problem(ProblemKind.UNEXPECTED, name, f"is not of MTP layer {names.first} or one of those after it")
-        for name in kept
-        if name not in found
-    ]
-    embeddings = input_embeddings(without_wrappers(model)).weight.shape
-    return problems + [
-        Problem(ProblemKind.SHAPE, name, f"has {tuple(shape)}, and the embeddings that it copies {tuple(embeddings)}")
-        for name, tensor in kept.items()
-        if name.endswith(MTP_COPIES) and (shape := tensor.spec.shape) != embeddings
-    ]
-
-
-def check_ties(
-    model: PreTrainedModel, adapter: StateDictAdapter, values: Mapping[str, torch.Tensor] = MappingProxyType({})
-) -> None:
-    """Check that a model's memory and configuration agree on ties, so that reloading results in the same model.
-
-    Args:
-        model: The model.
-        adapter: The model's adapter with its current ties.
-        values: Values of offloaded tensors (on meta), which are compared by value.
-
-    Raises:
-        CheckpointError: If they disagree.
-    """
-    if getattr(model, "stages", None) is not None or is_flattened(model):
-        return  # shared parameters of stages are kept equal, in the memory of several ranks
-    declared = declared_ties(model)
-    apart = {name: kept for name, kept in declared.items() if name not in adapter.tied}
-    apart |= {
-        name: kept
-        for name, kept in adapter.tied.items()
-        if name in values and not have_same_values(values[name], values[kept])
-    }
-    problems = _apart(apart)
-    plain = without_wrappers(model)
-    head = getattr(plain.get_output_embeddings(), "weight", None)
-    embeddings = getattr(input_embeddings(plain), "weight", None)
-    if not declared and head is not None and embeddings is not None and are_one_memory(head, embeddings):
-        detail = "share the input embeddings' storage, untied"
-        problems.append(Problem(ProblemKind.TIED, "the output embeddings", detail))
-    if problems:
-        _refuse(model, problems, apart)
-
-
-def _check_given_ties(model: PreTrainedModel, given: Mapping[str, torch.Tensor]) -> None:
-    """Check that passed tensors have equal values if the configuration ties them."""
-    ties = {name: kept for name, kept in declared_ties(model).items() if {name, kept} <= given.keys()}
-    if apart := {name: kept for name, kept in ties.items() if not have_same_values(given[name], given[kept])}:
-        _refuse(model, _apart(apart), apart)
-
-
-def _apart(ties: Mapping[str, str]) -> list[Problem]:
-    return [
-        Problem(ProblemKind.TIED, name, f"is not the same tensor as {kept}, but the configuration ties them")
-        for name, kept in ties.items()
-    ]
-
-
-def _refuse(model: PreTrainedModel, problems: list[Problem], apart: Mapping[str, str]) -> NoReturn:
-    keys = [f"model.config.{key}" for key in tying_keys(model, apart)] or ["model.config.tie_word_embeddings"]
-    advice = f"call model.tie_weights(), or set {' and '.join(keys)} to match the model"
-    raise CheckpointError(f"{class_name(model)} and its configuration disagree on tied weights", problems, [advice])

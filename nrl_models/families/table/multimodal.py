@@ -1,19 +1,9 @@
 """Models that accept images or video."""
 
 from nrl_models.common.flags import MTPForm
-from nrl_models.families.limits import (
-    CACHED,
-    CHOOSES_KEYS,
-    COUNTS_COLUMNS,
-    LEFT,
-    NEEDS_IMAGES,
-    OTHER_MASKS,
-    READS_APART,
-    RIGHT,
-    lacks,
-)
+from nrl_models.families.limits import CACHED, LEFT, NEEDS_IMAGES, OTHER_MASKS, READS_APART, RIGHT, lacks
 from nrl_models.families.published import decoder_sizes
-from nrl_models.families.table.row import DELTA_NET, GATE_UP, LATENTS, QFORMER, QKV, Row
+from nrl_models.families.table.row import DELTA_NET, GATE_UP, QFORMER, QKV, Row
 
 ROWS: dict[str, Row] = {
     "apertus1p5": Row(
@@ -21,10 +11,6 @@ ROWS: dict[str, Row] = {
         {"Apertus1p5TextAttention": QKV},
         tensor_parallel={"model.layers.*.mlp.act_fn": "replicated_with_grad_allreduce"},
         since="5.24",
-    ),
-    "aria": Row(
-        "AriaForConditionalGeneration AriaTextForCausalLM",
-        {"AriaCrossAttention": "k_proj v_proj", "AriaTextAttention": QKV, "AriaSharedExpertsMLP": GATE_UP},
     ),
     "aya_vision": Row("AyaVisionForConditionalGeneration"),
     "blip": Row(
@@ -50,26 +36,10 @@ ROWS: dict[str, Row] = {
     ),
     "deepseek_vl": Row("DeepseekVLForConditionalGeneration"),
     "deepseek_vl_hybrid": Row("DeepseekVLHybridForConditionalGeneration"),
-    "dots3_note": Row(
-        "Dots3NoteForCausalLM Dots3NoteForConditionalGeneration",
-        {
-            "Dots3NoteTextAttention": "q_a_proj kv_a_proj_with_mqa g_proj",
-            "Dots3NoteTextIndexer": "wk weights_proj",
-            "Dots3NoteTextMLP": GATE_UP,
-            "Dots3NoteVisionMLP": GATE_UP,
-        },
-        lacks("Dots3NoteForCausalLM: cached decoding") | CHOOSES_KEYS,
-        since="5.23",
-    ),
     "emu3": Row(
         "Emu3ForCausalLM Emu3ForConditionalGeneration",
         {"Emu3Attention": QKV, "Emu3MLP": GATE_UP, "Emu3VQVAEAttentionBlock": QKV},
         since={"Emu3ForCausalLM": "5.6", "Emu3ForConditionalGeneration": "5.16"},  # before, its head ignores images
-    ),
-    "ernie4_5_vl_moe": Row(
-        "Ernie4_5_VLMoeForConditionalGeneration",
-        {"Ernie4_5_VLMoeTextAttention": QKV, "Ernie4_5_VLMoeMLP": GATE_UP},
-        mixins={"Ernie4_5_VLMoeModel": "FreshPositions"},
     ),
     "evolla": Row("EvollaForProteinText2Text", {"EvollaAttention": QKV, "EvollaMLP": GATE_UP}, since="5.6"),
     "exaone4_5": Row("Exaone4_5_ForConditionalGeneration", {"Exaone4_5_MLP": GATE_UP}, since="5.8"),
@@ -84,30 +54,6 @@ ROWS: dict[str, Row] = {
         {"Glm4VisionMlp": GATE_UP, "Glm4vVisionPatchMerger": GATE_UP, "Glm4vTextAttention": QKV},
         mixins={"Glm4vModel": "FreshPositions", "Glm4vTextModel": "PackedTextPositions"},
     ),
-    "glm4v_moe": Row(
-        "Glm4vMoeForConditionalGeneration",
-        {
-            "Glm4vMoeisionMlp": GATE_UP,
-            "Glm4vMoeVisionPatchMerger": GATE_UP,
-            "Glm4vMoeTextAttention": QKV,
-            "Glm4vMoeTextMLP": GATE_UP,
-        },
-        mixins={"Glm4vMoeModel": "FreshPositions", "Glm4vMoeTextModel": "PackedTextPositions"},
-    ),
-    "glm5_next": Row(
-        "Glm5NextForConditionalGeneration",
-        {
-            "Glm5NextVisionMLP": GATE_UP,
-            "Glm5NextVisionPatchMerger": GATE_UP,
-            "Glm5NextTextLinearAttention": "q_proj k_proj v_proj b_proj g_a_proj",
-            "Glm5NextTextMLP": GATE_UP,
-            "Glm5NextTextAttention": LATENTS,
-            "Glm5NextTextIndexer": "wk weights_proj",
-        },
-        lacks("tensor parallelism"),
-        mixins={"Glm5NextTextLinearAttention": "ByDocument", "Glm5NextTextAttention": "ByDocument"},
-        since="5.16",
-    ),
     "granite4_vision": Row(
         "Granite4VisionForConditionalGeneration",
         {"Granite4VisionTextAttention": QKV, "Granite4VisionTextMLP": GATE_UP},
@@ -119,17 +65,6 @@ ROWS: dict[str, Row] = {
         {"HunYuanVLVisionAttention": QKV, "HunYuanVLDenseV1Attention": QKV, "HunYuanVLMLP": GATE_UP},
         lacks("batch order"),
         since="5.13",
-    ),
-    "hy_v4_vl": Row(
-        "HYV4VLForConditionalGeneration",
-        {
-            "HYV4VLVisionAttention": QKV,
-            "HYV4VLAttention": "gate_proj q_a_proj kv_a_proj_with_mqa",
-            "HYV4VLMLP": GATE_UP,
-        },
-        CHOOSES_KEYS,
-        mixins={"HYV4VLModel": "FreshPositions"},
-        since="5.24",
     ),
     "hyperclovax_vision_v2": Row("HyperCLOVAXVisionV2ForConditionalGeneration", since="5.18"),
     "idefics": Row(
@@ -146,30 +81,6 @@ ROWS: dict[str, Row] = {
         {"Idefics2VisionAttention": QKV, "Idefics2MLP": GATE_UP, "Idefics2PerceiverAttention": "k_proj v_proj"},
     ),
     "idefics3": Row("Idefics3ForConditionalGeneration", {"Idefics3VisionAttention": QKV}),
-    "inkling2": Row(
-        "Inkling2ForCausalLM Inkling2ForConditionalGeneration",
-        {
-            "Inkling2SlidingAttention": "q_proj k_proj v_proj r_proj gate_proj sink_proj",
-            "Inkling2FullAttention": "q_proj r_proj gate_proj sink_proj",
-            "Inkling2VisionAttention": QKV,
-        },
-        lacks("tensor parallelism") | COUNTS_COLUMNS,
-        mixins=dict.fromkeys(("Inkling2ShortConvolution", "Inkling2DynamicShortConvolution"), "ByDocument"),
-        since="5.23",
-    ),
-    "inkling2_loop": Row(
-        "Inkling2LoopForCausalLM Inkling2LoopForConditionalGeneration",
-        {
-            "Inkling2LoopSlidingAttention": "q_proj k_proj v_proj r_proj gate_proj sink_proj",
-            "Inkling2LoopFullAttention": "q_proj r_proj gate_proj sink_proj",
-            "Inkling2LoopMessageGate": "forget_gate_proj message_gate_proj",
-        },
-        lacks("tensor parallelism")
-        | COUNTS_COLUMNS
-        | {"router replay": "a layer in the loop chooses experts several times for each token"},
-        mixins=dict.fromkeys(("Inkling2LoopShortConvolution", "Inkling2LoopDynamicShortConvolution"), "ByDocument"),
-        since="5.24",
-    ),
     "instructblip": Row(
         "InstructBlipForConditionalGeneration", {"InstructBlipQFormerMultiHeadAttention": QFORMER}, NEEDS_IMAGES
     ),
@@ -180,25 +91,6 @@ ROWS: dict[str, Row] = {
     ),
     "internvl": Row("InternVLForConditionalGeneration", {"InternVLVisionAttention": QKV}),
     "janus": Row("JanusForConditionalGeneration", {"JanusVisionAttention": QKV}),
-    "kimi_k25": Row(
-        "Kimi_K25ForConditionalGeneration",
-        {"Kimi_K25VisionAttention": QKV},
-        # Names in its checkpoints and in trainers.
-        aliases={
-            "KimiK25ForConditionalGeneration": "Kimi_K25ForConditionalGeneration",
-            "KimiK25VLForConditionalGeneration": "Kimi_K25ForConditionalGeneration",
-        },
-        config_values={"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",), "moe_layer_freq": (1,)},
-        published={
-            "Kimi-K2.5 (1T)": {
-                "text_config": decoder_sizes(163840, 7168, 18432, 61, 64, 64, model_type="deepseek_v3")
-                | {"moe_intermediate_size": 2048, "n_routed_experts": 384, "n_shared_experts": 1}
-                | {"num_experts_per_tok": 8, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
-                | {"q_lora_rank": 1536, "kv_lora_rank": 512}
-            }
-        },
-        since="5.13",
-    ),
     "kosmos2": Row(
         "Kosmos2ForConditionalGeneration",
         {
@@ -215,13 +107,6 @@ ROWS: dict[str, Row] = {
     "lfm3_vl": Row(
         "Lfm3VlForConditionalGeneration", {"Lfm3VlVisionMLP": "w1 w3", "Lfm3VlVisionAttention": QKV}, since="5.23"
     ),
-    "llama4": Row(
-        "Llama4ForCausalLM Llama4ForConditionalGeneration",
-        {"Llama4TextAttention": QKV, "Llama4TextMLP": GATE_UP, "Llama4VisionAttention": QKV},
-        lacks(LEFT, "tensor parallelism"),
-        mixins={"Llama4TextAttention": "ByDocument"},
-        repairs={"Llama4ForConditionalGeneration": "image outputs"},
-    ),
     "llava": Row("LlavaForConditionalGeneration"),
     "llava_next": Row("LlavaNextForConditionalGeneration"),
     "llava_next_video": Row("LlavaNextVideoForConditionalGeneration"),
@@ -233,11 +118,6 @@ ROWS: dict[str, Row] = {
         mixins={"MiniCPMV4_7Model": "FreshPositions"},
         since="5.18",
     ),
-    "minimax_m3_vl": Row(
-        "MiniMaxM3SparseForConditionalGeneration MiniMaxM3VLForCausalLM",
-        {"MiniMaxM3VLVisionAttention": QKV, "MiniMaxM3VLAttention": QKV},
-        since="5.12",
-    ),
     "mistral3": Row(
         "Mistral3ForConditionalGeneration",
         published={
@@ -247,16 +127,6 @@ ROWS: dict[str, Row] = {
                 | {"num_hidden_layers": 24, "num_attention_heads": 16},
             }
         },
-    ),
-    "mistral_large4": Row(
-        "MistralLarge4ForConditionalGeneration",
-        {
-            "MistralLarge4TextAttention": "q_proj kv_a_proj_with_mqa",
-            "MistralLarge4TextIndexer": "wk weights_proj",
-            "MistralLarge4TextMLP": GATE_UP,
-        },
-        lacks(CACHED) | CHOOSES_KEYS,
-        since="5.23",
     ),
     "mllama": Row(
         "MllamaForConditionalGeneration",
@@ -288,12 +158,6 @@ ROWS: dict[str, Row] = {
         },
         since="5.15",
     ),
-    "muse_spark": Row(
-        "MuseSparkForConditionalGeneration",
-        {"MuseSparkVisionAttention": QKV, "MuseSparkTextAttention": "q_proj k_proj v_proj gate_proj"},
-        lacks("router replay"),
-        since="5.23",
-    ),
     "ovis2": Row("Ovis2ForConditionalGeneration", {"Ovis2VisionAttention": QKV, "Ovis2MLP": GATE_UP}),
     "paligemma": Row(
         "PaliGemmaForConditionalGeneration",
@@ -314,43 +178,12 @@ ROWS: dict[str, Row] = {
         since=dict.fromkeys(("Qwen3_5ForTokenClassification", "Qwen3_5TextForSequenceClassification"), "5.9")
         | {"Qwen3_5ForConditionalGeneration": "5.5.2"},
     ),
-    "qwen3_5_moe": Row(
-        "Qwen3_5MoeForCausalLM Qwen3_5MoeForConditionalGeneration",
-        {"Qwen3_5MoeGatedDeltaNet": DELTA_NET, "Qwen3_5MoeAttention": QKV, "Qwen3_5MoeMLP": GATE_UP},
-        mixins={"Qwen3_5MoeModel": "FreshPositions", "Qwen3_5MoeGatedDeltaNet": "ByDocument"},
-        config_values={"attn_output_gate": (True,)},
-        mtp_form=MTPForm.PREFIXED,
-        since={"Qwen3_5MoeForConditionalGeneration": "5.5.2"},
-    ),
     "qwen3_vl": Row(
         "Qwen3VLForConditionalGeneration",
         {"Qwen3VLTextAttention": QKV, "Qwen3VLTextMLP": GATE_UP},
         mixins={"Qwen3VLModel": "FreshPositions"},
     ),
-    "qwen3_vl_moe": Row(
-        "Qwen3VLMoeForConditionalGeneration",
-        {"Qwen3VLMoeTextAttention": QKV},
-        lacks("tensor parallelism"),
-        mixins={"Qwen3VLMoeModel": "FreshPositions"},
-        config_values={"norm_topk_prob": (True,)},
-    ),
-    "qwen4_exp": Row(
-        "Qwen4ExpForCausalLM Qwen4ExpForConditionalGeneration",
-        {
-            "Qwen4ExpTextGatedResidual": "input_mix_weight_down block_inject_weight",
-            "Qwen4ExpTextGatedDeltaNet": "in_proj_qkv in_proj_z in_proj_b in_proj_a",
-            "Qwen4ExpTextMLP": GATE_UP,
-            "Qwen4ExpTextAttention": QKV,
-        },
-        mixins={"Qwen4ExpModel": "FreshPositions", "Qwen4ExpTextGatedDeltaNet": "ByDocument"},
-        since="5.16",
-    ),
     "smolvlm": Row("SmolVLMForConditionalGeneration", {"SmolVLMVisionAttention": QKV}),
-    "step3p7": Row(
-        "Step3p7ForConditionalGeneration",
-        {"Step3p7VisionAttention": QKV, "Step3p7Attention": "q_proj k_proj v_proj g_proj", "Step3p7MLP": GATE_UP},
-        since="5.16",
-    ),
     "video_llama_3": Row("VideoLlama3ForConditionalGeneration", {"VideoLlama3VisionAttention": QKV}),
     "video_llava": Row("VideoLlavaForConditionalGeneration", since="5.23"),
     "vipllava": Row("VipLlavaForConditionalGeneration", since="5.23"),

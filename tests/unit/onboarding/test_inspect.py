@@ -12,7 +12,7 @@ from nrl_models.cli import app
 from nrl_models.common.checkpoint.files import CheckpointFiles
 from nrl_models.common.modules import input_embeddings
 from nrl_models.common.state_dict.adapter import StateDictAdapter
-from nrl_models.common.state_dict.to_checkpoint import check_ties
+from nrl_models.common.state_dict.savable import check_ties
 from nrl_models.diagnostics.embeddings import find_embeddings
 from nrl_models.distributed.parallel_plan import declared_tensor_plan
 from nrl_models.errors import CheckpointError
