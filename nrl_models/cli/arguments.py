@@ -262,8 +262,8 @@ TrainerDtype = Annotated[
 Threshold = Annotated[
     float,
     number(
-        "A cell passes if its token_mult_prob_error is at most FLOAT. This metric divides, for each token, the larger "
-        "of the trainer's and the engine's probability by the smaller, and takes the mean over tokens. It is 1 if all "
+        "A cell passes if its token_mult_prob_error is at most FLOAT. This metric is the mean over tokens of (larger "
+        "probability / smaller probability); the two probabilities are the trainer's and the engine's. It is 1 if all "
         "probabilities are equal. See also --noise-factor.",
         panel=BOUNDS,
     ),

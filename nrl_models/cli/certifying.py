@@ -100,7 +100,7 @@ def certify(
         typer.Option(
             parser=check_name,
             metavar="CHECK",
-            help="Run only this check, and any others from the same computation. Repeatable. Checks that do not run "
+            help="Run only this check, and others that are computed with it. Repeatable. Checks that do not run "
             "keep their results from an earlier run with the same --out. Without an earlier run, the answer cannot be "
             "'ready'. Names (docs/certify.md explains them; quote those with spaces): "
             f"{', '.join(CHECK_NAMES[:-2])}. Two more need --in-loop: {', '.join(CHECK_NAMES[-2:])}.",
@@ -111,7 +111,7 @@ def certify(
         typer.Option(
             parser=check_name,
             metavar="CHECK",
-            help="Skip this check, and all others from the same computation. Repeatable. For the names, see --only.",
+            help="Skip this check, and others that are computed with it. Repeatable. For the names, see --only.",
         ),
     ] = None,
     seed: Annotated[int, typer.Option(metavar=INT, help="Random seed for inputs.")] = 0,
@@ -175,9 +175,11 @@ def certify(
 
     The answer is 'ready' if all checks that apply to the model pass, including those of an engine (--engine). It is
     'not ready' if a check fails, and 'not decided' if checks are missing. Exit status: 0 ready, 1 not ready, 2 could
-    not run, 3 not decided. --verify checks an existing certificate instead, whatever its answer: exit status 0 if it
-    is unchanged, was made for PATH, and meets the requirements that you pass (--engine, --full, --length,
-    --public-key); otherwise 1. Interrupted runs resume when you repeat the command.
+    not run, 3 not decided. Interrupted runs resume when you repeat the command.
+
+    With --verify, no checks run. Instead, the command reads an existing certificate. Exit status: 0 if it is unchanged,
+    was made for PATH, and meets the requirements that you pass (--engine, --full, --length, --public-key), even if its
+    answer is 'not ready'; otherwise 1.
     """
     if verify is not None:
         require_only(context, APPLIES_TO_VERIFY, "--verify")

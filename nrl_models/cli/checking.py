@@ -98,10 +98,10 @@ def refit_check(
     threshold: Annotated[
         float,
         number(
-            "token_mult_prob_error may be at most FLOAT after each transfer. Mostly, a smaller bound applies: after "
-            "the first transfer, it depends on the dtype; after the second, on the error after the first. This metric "
-            "divides, for each token, the larger of the trainer's and the engine's probability by the smaller, and "
-            "takes the mean over tokens.",
+            "Largest allowed token_mult_prob_error after each transfer. The bound is usually smaller: after the first "
+            "transfer, it depends on the dtype; after the second transfer, it depends on the error measured after the "
+            "first one. token_mult_prob_error is the mean over tokens of (larger probability / smaller probability); "
+            "the two probabilities are the trainer's and the engine's.",
             panel=BOUNDS,
         ),
     ] = 1.05,

@@ -123,7 +123,9 @@ def decode_vs_prefill(
     threshold: Annotated[
         float,
         number(
-            "Pass if the mean of exp(|decode - prefill|) is at most FLOAT. Both are log-probabilities.", panel=BOUNDS
+            "Pass if the mean of exp(|decode - prefill|) is at most FLOAT. decode and prefill are log-probabilities of "
+            "the same token.",
+            panel=BOUNDS,
         ),
     ] = 1.05,
     seed: Annotated[
@@ -166,7 +168,7 @@ def embeddings(
             "--reinitialize",
             metavar=DIR,
             help="Write the checkpoint to DIR with new values for rows that are near zero, constant or close to the "
-            "mean row, and for rows with NaN or infinity. Rows that are only equal or similar to other rows do not "
+            "mean row, and for rows with NaN or infinity. Rows that only duplicate or resemble other rows do not "
             "change.",
             rich_help_panel=OUTPUT,
         ),

@@ -117,7 +117,8 @@ def test_readme_figures_match_generated_pages() -> None:
     assert f"{len(CATALOG)} known bugs" in text
     _, vllm, images, mlx = (counts(part) for part in (ROOT / "docs/engine-coverage.md").read_text().split("\n## "))
     assert (
-        f"vLLM also supports {vllm.shared} of these models (architectures, and variants such as Gemma 4 with experts). "
+        f"vLLM supports {vllm.shared} models: architectures of the row above and variants of them, such as Gemma 4 with "
+        "experts. "
         f"{vllm.compared + vllm.not_run} were tried on a CPU. {vllm.compared} ran: "
         f"{vllm.agreeing} agree after each of two refits; {vllm.disagreeing} disagree or do not accept new weights; "
         f"{vllm.undecided} are not decided. {vllm.not_run} did not run."
@@ -128,7 +129,7 @@ def test_readme_figures_match_generated_pages() -> None:
         f"{images.disagreeing} disagree."
     ) in text
     assert (
-        f"MLX-LM also supports {mlx.shared} of these models. {mlx.compared + mlx.not_run} were tried. "
+        f"MLX-LM supports {mlx.shared} of these models. {mlx.compared + mlx.not_run} were tried. "
         f"{mlx.compared} ran: {mlx.agreeing} agree, "
         f"{mlx.disagreeing} disagree."
     ) in text
