@@ -143,8 +143,7 @@ def certify(
             metavar="MESH",
             help="Also train three steps with learning rates 0, 0 and 0.01, and send the weights to the engine after "
             "each step. All weights must arrive, and only the last step may change them. MESH is, for example, fsdp=2 "
-            "or fsdp=2,tp=2. With 'none', one process trains. "
-            "\\[default: no such check]",
+            "or fsdp=2,tp=2, or 'none' to train in one process. \\[default: this check does not run]",
             callback=lambda text: text if text in (None, "none") else mesh_sizes(text),
         ),
     ] = None,

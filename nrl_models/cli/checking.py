@@ -98,10 +98,10 @@ def refit_check(
     threshold: Annotated[
         float,
         number(
-            "Largest allowed token_mult_prob_error after each transfer. The bound is usually smaller: after the first "
-            "transfer, it depends on the dtype; after the second transfer, it depends on the error measured after the "
-            "first one. token_mult_prob_error is the mean over tokens of (larger probability / smaller probability); "
-            "the two probabilities are the trainer's and the engine's.",
+            "Upper limit of the bounds on token_mult_prob_error. Each transfer has a computed bound, usually below "
+            "FLOAT. After the first transfer, it depends on the dtype; after the second, it depends on the error "
+            "measured after the first. token_mult_prob_error is the mean over tokens of (larger probability / smaller "
+            "probability); the two probabilities are the trainer's and the engine's.",
             panel=BOUNDS,
         ),
     ] = 1.05,

@@ -272,8 +272,9 @@ def prefix_caching(
     threshold: Annotated[
         float,
         number(
-            "The check passes if token_mult_prob_error, the mean of exp(|cached - prefill|), is at most FLOAT. Both "
-            "are log-probabilities: of the same token with the cache, and by prefill.",
+            "The check passes if token_mult_prob_error, the mean of exp(|cached - prefill|), is at most FLOAT. "
+            "cached and prefill are the log-probabilities of the same token, computed with the prefix cache and by a "
+            "prefill without it.",
             panel=BOUNDS,
         ),
     ] = 1.05,
