@@ -98,8 +98,8 @@ FORWARD = (
     ),
     Quirk(
         name="shared-kv-without-cache",
-        symptom="Before transformers 5.5.2, layers that share keys and values computed their own if there was no "
-        "cache, with projections that were never trained.",
+        symptom="Before transformers 5.5.2, layers that should reuse another layer's keys and values computed "
+        "their own if there was no cache, with projections that were never trained.",
         where=("forward",),
         applies=predicates.has_unused_keys_and_values,
         handling="transformers passes shared keys and values outside the cache. A test compares logits with and "
