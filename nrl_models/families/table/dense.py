@@ -50,7 +50,7 @@ ROWS: dict[str, Row] = {
         "Exaone4ForCausalLM Exaone4ForSequenceClassification Exaone4ForTokenClassification",
         {"Exaone4Attention": QKV, "Exaone4MLP": GATE_UP},
     ),
-    "falcon": Row("FalconForCausalLM"),
+    "falcon": Row("FalconForCausalLM", tiny={"ffn_hidden_size": 1024}),  # 4 * hidden_size, as published
     "gemma": Row(
         "GemmaForCausalLM GemmaForSequenceClassification GemmaForTokenClassification",
         {"GemmaAttention": QKV, "GemmaMLP": GATE_UP},
@@ -58,7 +58,7 @@ ROWS: dict[str, Row] = {
     "glm": Row("GlmForCausalLM GlmForSequenceClassification GlmForTokenClassification", {"GlmAttention": QKV}),
     "glm4": Row("Glm4ForCausalLM Glm4ForSequenceClassification Glm4ForTokenClassification", {"Glm4Attention": QKV}),
     "gpt2": Row("GPT2LMHeadModel"),
-    "gpt_bigcode": Row("GPTBigCodeForCausalLM"),
+    "gpt_bigcode": Row("GPTBigCodeForCausalLM", tiny={"num_key_value_heads": 1}),  # as `multi_query` requires
     "gpt_neo": Row(
         "GPTNeoForCausalLM GPTNeoForSequenceClassification GPTNeoForTokenClassification",
         {"GPTNeoSelfAttention": QKV},

@@ -138,6 +138,7 @@ ROWS: dict[str, Row] = {
         {"Zamba2Attention": QKV},
         lacks(CACHED),
         {"Zamba2MambaMixer": "ByDocument"},
+        tiny={"num_key_value_heads": 8},  # one for each head of the queries, as published
         limited_since={CACHED: "5.15"},
     ),
 }
