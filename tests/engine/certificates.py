@@ -15,7 +15,7 @@ from nrl_models.certify.with_engine import REFITS
 from nrl_models.consistency.capsule.package_versions import versions
 from nrl_models.consistency.cells import THRESHOLD, is_conclusive
 from nrl_models.parity.parity_report import Unit
-from tests.engine.coverage_page import certificate_file
+from tests.engine.coverage_page import ORDER, certificate_file
 
 NOT_COVERED = (
     "published weights: the model is tiny, and its weights are random with seed 0",
@@ -49,7 +49,7 @@ class SweepOutcome(Protocol):
 
 
 def write_certificate(section: str, engine: str, outcome: SweepOutcome, checkpoint: Path) -> None:
-    """Write the certificate of an outcome, or delete an earlier one if the sweep could not write a checkpoint.
+    """Write the certificate of an outcome, or delete an earlier one if the architecture was not run.
 
     Args:
         section: A key of `coverage_page.ENGINES`.
@@ -58,7 +58,7 @@ def write_certificate(section: str, engine: str, outcome: SweepOutcome, checkpoi
         checkpoint: Directory of the tiny model.
     """
     file = certificate_file(section, outcome.architecture)
-    if not (checkpoint / "config.json").is_file():
+    if outcome.status == ORDER[-1]:
         file.unlink(missing_ok=True)
         return
     file.parent.mkdir(parents=True, exist_ok=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from nrl_models.consistency.capsule.decision import NO_MODULE_DIVERGES
 from nrl_models.quirks import Pattern
 from tests.engine.facts import Facts
 from tests.engine.families import AS_LOADED, DISAGREES
@@ -21,6 +22,7 @@ class Limit:
         pattern: Relation of the module's tensor to the expected one.
         key: Key of the configuration that the engine misreads.
         unwritten: Part of the names of parameters that the refit does not write.
+        no_module: Whether the verdict found no module that diverges.
     """
 
     status: str
@@ -30,6 +32,7 @@ class Limit:
     pattern: Pattern = Pattern.UNKNOWN
     key: str = ""
     unwritten: str = ""
+    no_module: bool = False
 
     def explains(self, facts: Facts) -> bool:
         """Return True if an outcome has the facts of this limit."""
@@ -42,6 +45,7 @@ class Limit:
             and (not self.after or (difference is not None and difference.after == self.after))
             and (not self.key or (facts.cause is not None and facts.cause.key == self.key))
             and (not self.unwritten or any(self.unwritten in name for name in facts.unwritten))
+            and (not self.no_module or facts.note == NO_MODULE_DIVERGES)
         )
 
 
@@ -57,6 +61,11 @@ LIMITS: dict[str, Limit] = {
         status=DISAGREES,
         module="model.layers.0.mlp.act_fn",
         reason="vLLM keeps the two parameters of xIELU in bf16, regardless of the model's dtype",
+    ),
+    "BloomForCausalLM": Limit(
+        status=DISAGREES,
+        no_module=True,
+        reason="vLLM computes the exact GELU, transformers the approximation with tanh, as in Bloom's training",
     ),
     "Cohere2ForCausalLM": COHERE_WINDOW,
     "Cohere2MoeForCausalLM": COHERE_WINDOW,
@@ -78,6 +87,12 @@ LIMITS: dict[str, Limit] = {
         reason="vLLM's attention is bidirectional on every prompt. transformers' attention is bidirectional only on "
         "tokens that `token_type_ids` marks",
     ),
+    "Mamba2ForCausalLM": Limit(
+        status=DISAGREES,
+        module="backbone.layers.0.mixer.norm",
+        reason="vLLM normalizes each of `n_groups` groups of channels, as mamba_ssm does. transformers normalizes all "
+        "channels together",
+    ),
     "MiMoV2FlashForCausalLM": Limit(
         status=AS_LOADED,
         unwritten="attention_sink_bias",
@@ -87,6 +102,12 @@ LIMITS: dict[str, Limit] = {
         status=AS_LOADED,
         unwritten="experts",
         reason="vLLM loads experts and sinks outside of its weight reload, so the old values remain",
+    ),
+    "Zamba2ForCausalLM": Limit(
+        status=DISAGREES,
+        module="model.layers.0.mamba.norm",
+        after="model.layers.0.mamba.in_proj",
+        reason="transformers raises step sizes of the mixer to at least `time_step_min`. vLLM does not",
     ),
 }
 """Architectures that disagree with this engine."""

@@ -46,21 +46,24 @@ SPARSE = "vLLM has no sparse attention for CPUs"
 SOFTMAX = "vLLM's experts on CPUs support only softmax scores"
 FLASH = "vLLM's sparse attention requires FlashAttention"
 IMAGES_REQUIRED = "its forward pass requires images"
+SCAN = "vLLM's build for CPUs lacks the kernel `selective_scan_fwd`"
 NUMBER = "vLLM expects a number where transformers' configuration has a list"
 
 VLLM = {
     "Blip2ForConditionalGeneration": IMAGES_REQUIRED,
     "DeepseekV32ForCausalLM": SPARSE,
     "Ernie4_5_VLMoeForConditionalGeneration": _unread("embed_dim", "vision configuration"),
+    "FalconMambaForCausalLM": SCAN,
     "Glm5NextForConditionalGeneration": "its sparse attention does not support the tiny model's rotary dimensions",
     "GlmMoeDsaForCausalLM": SPARSE,
     "HYV4ForCausalLM": "its tiny configuration leads to a negative layer size",
     "InklingForCausalLM": "vLLM needs a tokenizer for it",
-    "JambaForCausalLM": "vLLM's build for CPUs lacks the kernel `selective_scan_fwd`",
+    "JambaForCausalLM": SCAN,
     "KimiK25ForConditionalGeneration": "vLLM needs an image processor for it",
     "KimiLinearForCausalLM": "vLLM sets `mamba_block_size`, which it accepts only with prefix caching",
     "LagunaForCausalLM": SOFTMAX,
     "LongcatFlashForCausalLM": "vLLM's build for CPUs lacks the kernel `topk_softmax`",
+    "MambaForCausalLM": SCAN,
     "MiniMaxM2ForCausalLM": SOFTMAX,
     "MiniMaxM3SparseForConditionalGeneration": _unread("img_token_compression_config"),
     "NemotronH_Omni_Reasoning_V3": "its class has no output embedding",
@@ -70,6 +73,7 @@ VLLM = {
     "Qwen4ExpForCausalLM": FLASH,
     "Qwen4ExpForConditionalGeneration": FLASH,
     "Step3p7ForConditionalGeneration": _unread("output_dim", "vision configuration"),
+    "VibeVoiceAsrForConditionalGeneration": "vLLM needs a feature extractor for it",
     "VoxtralForConditionalGeneration": _unread("downsample_factor", "audio configuration"),
 }
 """Known causes with vLLM, without images."""

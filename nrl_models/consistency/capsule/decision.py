@@ -24,6 +24,9 @@ from nrl_models.quirks import CATALOG, Pattern, VerdictKind
 FLOOR_FACTOR = 5.0
 """Maximum distance of a side from fp64, as a multiple of the distance of transformers in the same precision."""
 
+NO_MODULE_DIVERGES = "None of its modules diverges"
+"""Note of a verdict whose wrong side has no module that diverges."""
+
 MODULE_TOKENS = (64, 256)
 """Numbers of tokens on which modules are first compared. If no module diverges, the complete sequence is used."""
 
@@ -247,7 +250,7 @@ class Decision:
                 return f"Its modules cannot be compared: {found}"
             if (divergence := found.divergence()) is not None:
                 return self._described(found, divergence)
-        return "None of its modules diverges"
+        return NO_MODULE_DIVERGES
 
     def _described(self, found: ModuleComparison, divergence: Divergence) -> Divergence:
         """Add the pattern of a divergence, or the comparison that found it."""
