@@ -5,11 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from nrl_models.common.state_dict.buckets import grouped_tensors
+from nrl_models.common.trust.servers import VLLMS
 from nrl_models.common.value_checks import is_integer
 from nrl_models.engines.answers import require_complete
 from nrl_models.engines.engine_types import (
@@ -268,6 +270,21 @@ class Engine(GuardedCalls):
     def _refit_changed(self) -> bool:
         """Return True if the failed `_refit` changed a weight or may have changed one."""
         return self._changed
+
+    def use_adapter(self, folder: str | Path | None) -> None:
+        """Serve a LoRA adapter without merging it, see `VLLMEngine.use_adapter`.
+
+        Args:
+            folder: Directory written by PEFT's `save_pretrained`. None disables the adapter.
+
+        Raises:
+            EngineError: If the engine does not serve adapters, or not this one.
+        """
+        raise EngineError(
+            f"{self.name} does not serve adapters here: expected {' or '.join(VLLMS)} in this process (without "
+            "python=), started with enable_lora=True; or refit this engine with merged weights, "
+            "nrl_models.export_adapter(model).iter_export(model)"
+        )
 
     def note_weights(self) -> bool:
         """Record the engine's current weights for `unchanged_weights`.

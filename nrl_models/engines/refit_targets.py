@@ -14,7 +14,13 @@ from nrl_models.common.views.view import HFTensor
 from nrl_models.engines.digests import tensor_digest, tied_apart
 from nrl_models.engines.engine_types import NamedTensor
 from nrl_models.engines.transfer.sent_tensors import require_range
-from nrl_models.errors import EngineError
+from nrl_models.errors import EngineError, did_you_mean
+
+SENT_NAMES = (
+    "Send the tensors of nrl_models.export_adapter(model).iter_export(model), and leave out modules that the engine's "
+    "checkpoint does not have"
+)
+"""Advice for tensors that a model does not have."""
 
 
 class RefitTargets:
@@ -77,9 +83,15 @@ class RefitTargets:
         target = self._adapter.find(name)
         if target is None and self._mtp.may_be(name):
             return None
-        if target is None or tuple(tensor.shape) != target.shape:
-            expected = f"of shape {target.shape}" if target else "not at all (the model has no such tensor)"
-            raise EngineError(f"{self._engine} cannot load {name} of shape {tuple(tensor.shape)}: expected {expected}")
+        if target is None:
+            raise EngineError(
+                f"{name} of shape {tuple(tensor.shape)}: the model of {self._engine} has no such tensor"
+                f"{did_you_mean(name, self._adapter.hub)}. {SENT_NAMES}"
+            )
+        if tuple(tensor.shape) != target.shape:
+            raise EngineError(
+                f"{self._engine} cannot load {name} of shape {tuple(tensor.shape)}: expected shape {target.shape}"
+            )
         held = self.held[target.parameters[0]]
         if not same_kind(tensor.dtype, held.dtype):
             raise EngineError(wrong_kind(name, tensor.dtype, held.dtype))

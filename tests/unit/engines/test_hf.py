@@ -278,13 +278,26 @@ def test_refit_reports_unwritten_parameters(engine: HFEngine, trainer: HFEngine)
 
 @pytest.mark.parametrize(
     ("name", "shape", "reason"),
-    [("model.nothing.weight", (2, 2), "no such tensor"), ("model.norm.weight", (3,), r"expected of shape \(256,\)")],
+    [
+        (
+            "model.norms.weight",
+            (2, 2),
+            r"has no such tensor \(did you mean model\.norm\.weight\?\)\. Send the tensors of",
+        ),
+        ("model.norm.weight", (3,), r"of shape \(3,\): expected shape \(256,\)$"),
+    ],
 )
 def test_refit_with_unknown_name_or_shape_raises(
     engine: HFEngine, name: str, shape: tuple[int, ...], reason: str
 ) -> None:
     with pytest.raises(EngineError, match=reason):
         engine.refit([(name, torch.zeros(shape))])
+
+
+@pytest.mark.parametrize("folder", ["adapter", None])
+def test_adapter_on_engine_without_adapters_raises(engine: HFEngine, folder: str | None) -> None:
+    with pytest.raises(EngineError, match="does not serve adapters here: expected vllm or vllm-transformers in this"):
+        engine.use_adapter(folder)
 
 
 def test_module_calls_record_inputs_and_outputs(engine: HFEngine, prompts: list[list[int]]) -> None:
