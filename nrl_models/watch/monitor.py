@@ -26,7 +26,7 @@ from nrl_models.watch.event import Event, EventKind, StepReport, Transfer
 from nrl_models.watch.measured import Measured, Running
 from nrl_models.watch.probes import Probes
 from nrl_models.watch.record import Log, Recorder
-from nrl_models.watch.rollout_tensors import RolloutStep, draft_names, require_options, whole_numbers
+from nrl_models.watch.rollout_tensors import RolloutStep, draft_names, require_options, require_sides, whole_numbers
 from nrl_models.watch.step_metrics import Bars, StepMetrics, step_metrics
 from nrl_models.watch.syncs import Sync, SyncLog, digested_after_check, warn_without_digests
 from nrl_models.watch.trainer_changes import TrainerChanges
@@ -69,7 +69,7 @@ class Watch:
         history: metrics of the last steps.
 
     Raises:
-        UnknownArgumentError: An option has a wrong type or value, or probes have different lengths.
+        UnknownArgumentError: An argument has a wrong type or value, or probes have different lengths.
         SaveError: `log` or `capsule` cannot be written.
 
     Examples:
@@ -102,6 +102,7 @@ class Watch:
         capsule: str | Path | None = None,
         capsule_limits: Limits | None = None,
     ) -> None:
+        require_sides(model, engine, sampling, bars)
         require_options(fail, max_staleness, probe_every, probes, compute)
         self.model, self.engine = model, engine
         self.sampling, self.fail, self.probe_every = sampling or Sampling(), fail, probe_every

@@ -14,11 +14,13 @@ from nrl_models.common.modules import innermost
 from nrl_models.common.state_dict.merged import export_adapter
 from nrl_models.common.state_dict.mtp import MTPNames
 from nrl_models.common.value_checks import is_integer, is_number
+from nrl_models.engines.base import Engine
 from nrl_models.engines.engine_types import Sample
 from nrl_models.errors import UnknownArgumentError, shown
 from nrl_models.logprobs import TokenLogprobs
+from nrl_models.logprobs.sampling import Sampling
 from nrl_models.watch.finding import Cause, Finding, Severity
-from nrl_models.watch.step_metrics import StepMetrics
+from nrl_models.watch.step_metrics import Bars, StepMetrics
 
 SAMPLES = 8
 """Maximum number of samples that are scored again."""
@@ -203,6 +205,24 @@ def fingerprint(tokenizer: Any) -> dict[str, Any]:
         "chat_template": getattr(tokenizer, "chat_template", None),
         "special tokens": str(sorted(getattr(tokenizer, "special_tokens_map", {}).items())),
     }
+
+
+def require_sides(model: Any, engine: Any, sampling: Any, bars: Any) -> None:
+    """Check the model, the engine and the settings of `Watch`; None is an argument that was not passed.
+
+    Raises:
+        UnknownArgumentError: One has another type, for example if model and engine are swapped.
+    """
+    expected = {
+        "model": (model, nn.Module, "the trainer's model"),
+        "engine": (engine, Engine, 'an engine: call start_engine("vllm", path) or another name'),
+        "sampling": (sampling, Sampling, "a Sampling: call Sampling(temperature=...)"),
+        "bars": (bars, Bars, "Bars: call Bars(name=value)"),
+    }
+    for name, (value, kind, what) in expected.items():
+        if value is not None and not isinstance(value, kind):
+            passed = shown(value) if isinstance(value, (str, int, float, type)) else f"a {type(value).__name__}"
+            raise UnknownArgumentError(f"{name} is {passed}, expected {what}")
 
 
 def require_options(

@@ -228,6 +228,20 @@ def test_wrong_options_raise(options: dict[str, object], message: str) -> None:
         Watch(**options)
 
 
+def test_arguments_of_other_types_raise() -> None:
+    model, engine = torch.nn.Linear(2, 2), HFEngine.__new__(HFEngine)
+    for options, message in (
+        ({"model": engine, "engine": model}, "model is a HFEngine, expected the trainer's model"),
+        ({"model": torch.nn.Linear}, "model is <class .*>, expected the trainer's model"),
+        ({"engine": "hf-generate"}, r"engine is 'hf-generate', expected an engine: call start_engine\("),
+        ({"engine": model}, "engine is a Linear, expected an engine"),
+        ({"sampling": 0.7}, r"sampling is 0\.7, expected a Sampling"),
+        ({"bars": {}}, "bars is a dict, expected Bars"),
+    ):
+        with pytest.raises(UnknownArgumentError, match=message):
+            Watch(**options)
+
+
 def test_missing_arguments_raise() -> None:
     watch = Watch()
     with pytest.raises(UnknownArgumentError, match="no engine"):
