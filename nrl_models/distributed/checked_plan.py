@@ -33,6 +33,7 @@ from nrl_models.distributed.parallel_plan import (
     without_rule,
 )
 from nrl_models.distributed.pipeline.schedules import schedule_problems
+from nrl_models.distributed.sharding import require_model
 from nrl_models.distributed.split_blocks import split_problems
 from nrl_models.distributed.tensor.styles import EXPERT_STYLES, REPLICATE, TENSOR_STYLES, Style, VocabularyParallel
 from nrl_models.errors import Problem, ProblemKind, ShardingError
@@ -51,8 +52,10 @@ def plan_for(model: PreTrainedModel, mesh: DeviceMesh, plan: Plan | ParallelPlan
 
     Raises:
         ShardingError: If mesh or plan do not fit the model. Lists all problems.
+        UnknownArgumentError: See `check_mesh` and `require_model`.
     """
     check_mesh(mesh)
+    require_model(model, "parallelize(model, mesh, plan)")
     has_fsdp = "fsdp" in (mesh.mesh_dim_names or ())
     problems: list[Problem] = []
     if isinstance(plan, ParallelPlan):
@@ -63,7 +66,7 @@ def plan_for(model: PreTrainedModel, mesh: DeviceMesh, plan: Plan | ParallelPlan
         problems += _unknown_names(model, {**(plan.tensor or {}), **(plan.expert or {})})
         problems += [*_unknown_units(model, plan.units or ()), *(() if has_fsdp else _without_fsdp(plan))]
         chosen = _completed(model, mesh, plan)
-    elif plan == "auto" or isinstance(plan, Mapping):
+    elif plan == "auto" or (plan is not None and _is_rules(plan)):
         chosen = _completed(model, mesh, ParallelPlan())
         if not isinstance(plan, str):
             problems += _unknown_names(model, plan)
@@ -182,7 +185,7 @@ def _invalid_options(plan: ParallelPlan, mesh: DeviceMesh) -> dict[str, Problem]
 
 
 def _is_rules(value: Any) -> bool:
-    return value is None or isinstance(value, Mapping)
+    return value is None or (isinstance(value, Mapping) and all(isinstance(name, str) for name in value))
 
 
 def _is_names(value: Any) -> bool:
@@ -206,7 +209,7 @@ def _unknown_styles(plan: ParallelPlan) -> list[Problem]:
         Problem(ProblemKind.PLAN, name, f"has the style {style!r}; known are {', '.join(known)}")
         for rules, known in ((plan.tensor, TENSOR_STYLES), (plan.expert, EXPERT_STYLES))
         for name, style in (rules or {}).items()
-        if style not in known
+        if not isinstance(style, str) or style not in known
     ]
 
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from nrl_models.common.mesh_sizes import DIMENSIONS
-from nrl_models.errors import NRLModelsError, Problem, ProblemKind, ShardingError, listed
+from nrl_models.errors import NRLModelsError, Problem, ProblemKind, ShardingError, UnknownArgumentError, listed
 
 SEED_ADVICE = (
     "seed all ranks alike, torch.manual_seed(0), before adding adapters or heads: their initial values are random"
@@ -28,7 +28,13 @@ def check_mesh(mesh: DeviceMesh) -> None:
 
     Raises:
         ShardingError: If a dimension has no name, an unknown name, or is in the wrong order.
+        UnknownArgumentError: If it is not a mesh.
     """
+    if not isinstance(mesh, DeviceMesh):
+        raise UnknownArgumentError(
+            f"mesh is a {type(mesh).__name__}, expected a torch.distributed.device_mesh.DeviceMesh: call "
+            "parallelize(model, mesh, plan), with mesh = init_device_mesh(device, sizes, mesh_dim_names=names)"
+        )
     names = mesh.mesh_dim_names or ()
     expected = f"expected some of {', '.join(DIMENSIONS)}, in this order"
     found = {repr(name): "is not a dimension of a model" for name in names if name not in DIMENSIONS}

@@ -56,8 +56,8 @@ def parallelize(model: PreTrainedModel, mesh: DeviceMesh, plan: Plan | ParallelP
         plan: `"auto"`, rules that modify it, or a `ParallelPlan`, which also sets the compute dtype.
 
     Raises:
-        ShardingError: On every rank, if mesh or plan do not fit the model or differ between ranks. The model is then
-            unchanged.
+        ShardingError: On every rank, if mesh or plan do not fit the model, or differ. The model is then unchanged.
+        UnknownArgumentError, StateDictError: If `mesh` is not a mesh, or `model` is not a model of transformers.
 
     Examples:
         >>> from torch.distributed.device_mesh import init_device_mesh

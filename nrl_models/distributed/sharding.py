@@ -211,7 +211,19 @@ def require_module(model: object, call: str) -> None:
         UnknownArgumentError: If it is something else, such as parameters or a folder.
     """
     if not isinstance(model, nn.Module):
-        raise UnknownArgumentError(f"model is a {type(model).__name__}, expected the model itself: call {call}")
+        kind = f"the class {model.__name__}" if isinstance(model, type) else f"a {type(model).__name__}"
+        raise UnknownArgumentError(f"model is {kind}, expected the model itself: call {call}")
+
+
+def require_model(model: Any, call: str) -> None:
+    """Check that an argument is a model of transformers or this library, which may be wrapped.
+
+    Raises:
+        UnknownArgumentError: See `require_module`.
+        StateDictError: If there is no model of transformers inside.
+    """
+    require_module(model, call)
+    model_inside(model)
 
 
 def sharding_of(model: nn.Module) -> Sharding:

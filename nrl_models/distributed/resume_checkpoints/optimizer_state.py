@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 from transformers import PreTrainedModel
 
 from nrl_models.common.dtypes import dtype_name
@@ -21,10 +22,27 @@ from nrl_models.distributed.resume_checkpoints.manifest import OptimizerFacts, P
 from nrl_models.distributed.resume_checkpoints.scalars import Scalar
 from nrl_models.distributed.sharding import sharding_of
 from nrl_models.distributed.shards import full_of
-from nrl_models.errors import CheckpointError, Problem, ProblemKind, listed, shown
+from nrl_models.errors import CheckpointError, Problem, ProblemKind, UnknownArgumentError, listed, shown
 
 NO_OPTIONS = ("params", "param_names")
 """Entries of a group that depend on the layout. Torch adds `param_names` for `Optimizer(model.named_parameters())`."""
+
+
+def require_optimizer(optimizer: Any) -> None:
+    """Check that an argument is an optimizer, or None: an object with parameter groups and states.
+
+    Raises:
+        UnknownArgumentError: If it is something else, such as a learning-rate scheduler, a list or a class.
+    """
+    if optimizer is None or (hasattr(optimizer, "param_groups") and hasattr(optimizer, "state")):
+        return
+    advice = "pass the optimizer itself, or None to leave it out"
+    if isinstance(optimizer, LRScheduler):
+        advice = "pass scheduler.optimizer, and put scheduler.state_dict() into progress"
+    elif isinstance(optimizer, (list, tuple, set)):
+        advice = "pass one optimizer, with a parameter group for each of several"
+    kind = f"the class {optimizer.__name__}" if isinstance(optimizer, type) else f"a {type(optimizer).__name__}"
+    raise UnknownArgumentError(f"optimizer is {kind}, expected a torch.optim.Optimizer: {advice}")
 
 
 def facts_of(model: nn.Module, optimizer: Optimizer) -> OptimizerFacts:

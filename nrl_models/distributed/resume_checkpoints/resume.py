@@ -52,6 +52,7 @@ from nrl_models.distributed.resume_checkpoints.optimizer_state import (
     misfits,
     narrowed,
     of_all_stages,
+    require_optimizer,
     restore,
 )
 from nrl_models.distributed.resume_checkpoints.saved_versions import replaced, whole_version
@@ -91,8 +92,8 @@ def save_checkpoint(
             asynchronous save failed and its `wait()` was not called; the new checkpoint is then not written.
         ShardingError: If ranks passed different progress, or another rank failed. The failed rank raises its own error.
             Also if the model is not sharded, or a wrapper has parameters (PEFT's prompts).
-        UnknownArgumentError: If `folder` cannot be the path of a directory, or `model` is not a module, for example if
-            the arguments are swapped.
+        UnknownArgumentError: If `folder` cannot be the path of a directory, `model` is not a module, for example if
+            the arguments are swapped, or `optimizer` is not an optimizer, such as a scheduler or a list.
 
     Examples:
         >>> import torch
@@ -112,6 +113,7 @@ def save_checkpoint(
     mesh, what = sharding.mesh, f"save into {folder}"
     facts: OptimizerFacts | None = None
     with agreed(mesh, what):
+        require_optimizer(optimizer)
         folder = folder_to_write(folder)
         finish_last(raising=True)
         own, exported = sharding.written(model), sharding.adapter_of(model).exported("hub")
@@ -174,8 +176,8 @@ def load_checkpoint(
             names it, but it is not loaded.
         ShardingError: If a rank died or could not read a file completely. The model's values are then undefined. Also
             if the model is not sharded, or a wrapper has parameters (PEFT's prompts).
-        UnknownArgumentError: If `folder` is not a path, or `model` is not a module, for example if the arguments are
-            swapped.
+        UnknownArgumentError: If `folder` is not a path, `model` is not a module, for example if the arguments are
+            swapped, or `optimizer` is not an optimizer.
 
     Examples:
         >>> import torch
@@ -192,6 +194,8 @@ def load_checkpoint(
     model = sharded_model(model)
     sharding = sharding_of(model)
     mesh, what = sharding.mesh, f"load {folder}"
+    with agreed(mesh, what):
+        require_optimizer(optimizer)
     finish_last(raising=False)
     parts = [StatePart.WEIGHTS] if optimizer is None else [StatePart.WEIGHTS, StatePart.OPTIMIZER]
     version, manifest = whole_version(folder, parts, mesh, what)

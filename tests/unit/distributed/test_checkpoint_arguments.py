@@ -1,20 +1,22 @@
-"""Arguments of resume checkpoints: directories."""
+"""Arguments of resume checkpoints and of `parallelize`: directories, optimizers, models and meshes."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.optim.lr_scheduler import LambdaLR
 from transformers import LlamaConfig
 
 from nrl_models import AutoModelForCausalLM
 from nrl_models.distributed import load_checkpoint, parallelize, save_checkpoint
-from nrl_models.errors import CheckpointError, UnknownArgumentError
+from nrl_models.errors import CheckpointError, ShardingError, StateDictError, UnknownArgumentError
 
 
 @pytest.fixture
@@ -27,6 +29,54 @@ def model() -> Iterator[Any]:
     mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("fsdp",))
     yield parallelize(AutoModelForCausalLM.from_config(config, dtype=torch.float32), mesh)
     dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (
+            lambda optimizer: LambdaLR(optimizer, lambda step: 1.0),
+            r"a LambdaLR, .*: pass scheduler\.optimizer, and put",
+        ),
+        (lambda optimizer: [optimizer], "a list, .*: pass one optimizer, with a parameter group for each"),
+        (type, "the class AdamW, .*: pass the optimizer itself, or None"),
+        (lambda optimizer: optimizer.state_dict(), "a dict, .*: pass the optimizer itself, or None"),
+        (lambda optimizer: "adamw", "a str, .*: pass the optimizer itself, or None"),
+    ],
+    ids=["scheduler", "list", "class", "state", "name"],
+)
+def test_other_objects_than_optimizers_raise(
+    model: Any, make: Callable[[torch.optim.Optimizer], Any], message: str, tmp_path: Path
+) -> None:
+    optimizer = torch.optim.AdamW(model.parameters())
+    with pytest.raises(UnknownArgumentError, match=f"optimizer is {message}"):
+        save_checkpoint(tmp_path / "run", model, make(optimizer))
+    assert not list(tmp_path.iterdir())
+    save_checkpoint(tmp_path / "run", model, optimizer)
+    with pytest.raises(UnknownArgumentError, match=f"optimizer is {message}"):
+        load_checkpoint(tmp_path / "run", model, make(optimizer))
+
+
+def test_arguments_of_parallelize_with_other_types_raise(model: Any) -> None:
+    mesh = model.sharding.mesh
+    plain = AutoModelForCausalLM.from_config(model.config)
+    for arguments, message in (
+        ((mesh, plain), r"mesh is a LlamaForCausalLM, .*: call parallelize\(model, mesh, plan\)"),
+        ((plain, "auto", mesh), "mesh is a str, expected a torch"),
+        ((plain, None), "mesh is a NoneType, expected a torch"),
+        ((plain, {"fsdp": 1}), "mesh is a dict, expected a torch"),
+        (("checkpoint", mesh), r"model is a str, .*: call parallelize\(model, mesh, plan\)"),
+        ((None, mesh), "model is a NoneType, "),
+        ((type(plain), mesh), "model is the class LlamaForCausalLM, "),
+    ):
+        with pytest.raises(UnknownArgumentError, match=message):
+            parallelize(*arguments)
+    with pytest.raises(StateDictError, match="Linear: is neither a model"):
+        parallelize(nn.Linear(2, 2), mesh)
+    for plan, message in (({1: "colwise"}, "is neither 'auto' nor rules"), ({"lm_head": ["colwise"]}, "has the style")):
+        with pytest.raises(ShardingError, match=message):
+            parallelize(plain, mesh, plan)
+    assert type(plain.lm_head.weight) is nn.Parameter
 
 
 @pytest.mark.parametrize("wait", [True, False])
