@@ -142,6 +142,12 @@ def fitted_head(observed: torch.Tensor, name: str) -> OutputHead:
     """
     rows = observed.detach().reshape(-1, observed.shape[-1])
     values, *bounds = torch.stack([rows[0], *torch.aminmax(rows, dim=0)]).double().cpu()  # one wait for a GPU
+    if bool(values.isnan().any()):
+        made = ", ".join(f"{x:g} -> {y:g}" for x, y in zip(PROBE, values.tolist(), strict=False) if y != y)
+        raise HeadError(
+            f"{name} changes finite logits to NaN: {made}. Correct the scale or soft cap in its configuration: a cap "
+            f"of 0 divides by zero. {ADVICE}"
+        )
     # Equal but for rounding, which a hook may change (`nrl_models.parity.noise`).
     if len(values) != len(PROBE) or not all(torch.allclose(bound, values, rtol=1e-5, atol=1e-9) for bound in bounds):
         raise HeadError(f"{name} treats logits of different tokens differently. {ADVICE}")
@@ -152,8 +158,9 @@ def fitted_head(observed: torch.Tensor, name: str) -> OutputHead:
         head = OutputHead(nn.Identity(), scale)
         expected = scale * probe
     else:
-        # tanh(x) differs from x by at most x^3 / 3, so the smallest numbers give the slope.
-        scale = values[1].item() / PROBE[1]
+        # The smallest numbers give the slope. If the cap is below all of them, it is 1 until logits are compared.
+        share = values[1].item() / largest if largest else 0.0
+        scale = largest * math.atanh(share) / PROBE[1] if abs(share) < 1.0 else 1.0
         head = OutputHead(nn.Identity(), 1.0 if math.isclose(scale, 1.0, rel_tol=1e-5) else scale, largest)
         expected = largest * torch.tanh(probe * head.scale / largest)
     tolerance = 1e-5 * expected.abs().clamp(min=abs(head.scale) * 0.01)

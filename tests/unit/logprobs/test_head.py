@@ -66,6 +66,23 @@ def test_default_dtype_does_not_change_results(
         assert torch.equal(token_logprobs(model, input_ids).logprobs, expected)
 
 
+@pytest.mark.parametrize("cap", [0.1, 0.01, 1e-3, 1e-4, 1e-6])
+def test_small_caps_give_values_of_full_logits(cap: float, input_ids: torch.Tensor) -> None:
+    """Caps below the numbers that measure the head."""
+    model = new_model("Gemma2ForCausalLM", final_logit_softcapping=cap)
+    weight = model.get_output_embeddings().weight
+    results = [token_logprobs(model, input_ids, chunk_size=size).logprobs for size in ("auto", None)]
+    torch.testing.assert_close(*results, rtol=0, atol=2e-6)
+    actual, expected = (torch.autograd.grad(result.sum(), weight)[0] for result in results)
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4 * expected.abs().max().item())
+
+
+def test_cap_of_zero_raises(input_ids: torch.Tensor) -> None:
+    model = new_model("Gemma2ForCausalLM", final_logit_softcapping=0.0)
+    with pytest.raises(HeadError, match=r"changes finite logits to NaN: 0 -> nan\. Correct the scale or soft cap"):
+        token_logprobs(model, input_ids)
+
+
 def test_changed_cap_is_detected(input_ids: torch.Tensor) -> None:
     # No property that depends on the configuration is cached.
     model = new_model("Gemma2ForCausalLM")
