@@ -14,12 +14,12 @@ from typing import Any, Self
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from transformers.pytorch_utils import Conv1D
 
 from nrl_models.common.modules import innermost, is_disabled, own_modules, peft_modules, peft_types, without_wrappers
 from nrl_models.common.state_dict import own_tensors
 from nrl_models.common.state_dict.adapter import StateDictAdapter, adapter_of
+from nrl_models.common.state_dict.savable import require_unsharded_adapters
 from nrl_models.common.state_dict.tables import Layout
 from nrl_models.common.state_dict.ties import tied_names
 from nrl_models.errors import Problem, ProblemKind, StateDictError
@@ -65,6 +65,7 @@ class MergedAdapter(StateDictAdapter):
 
     def __init__(self, model: nn.Module) -> None:
         inner = innermost(model)
+        require_unsharded_adapters(inner)
         super().__init__(without_wrappers(inner, peft=True))
         outside = own_tensors.parameters_outside(model, inner)
         details = dict.fromkeys(outside, "reaches no weight of the model") | _foreign(inner)
@@ -328,9 +329,7 @@ def _unreached(name: str, wrapper: Any) -> Iterator[Problem]:
     base = {id(part) for part in innermost(wrapper).parameters()}
     known = {*wrapper.active_adapters, *_adapters_of(wrapper)}.union(*map(_adapters_of, _tuners(wrapper)))
     for own, part in wrapper.named_parameters():
-        if isinstance(part, DTensor):
-            yield Problem(ProblemKind.PLAN, f"{name}.{own}", "is sharded, under an adapter", advice=_PLAIN_ADVICE)
-        elif id(part) in base:
+        if id(part) in base:
             if not part.is_floating_point():
                 detail = f"is quantized ({part.dtype}), under an adapter"
                 yield Problem(ProblemKind.DTYPE, f"{name}.{own}", detail, advice=_PLAIN_ADVICE)

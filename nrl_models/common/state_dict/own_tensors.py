@@ -171,13 +171,33 @@ def require_no_peft(has_peft: bool, advice: Sequence[str] = TO_ENGINE) -> None:
 
 
 def require_values(model: nn.Module, own: Mapping[str, torch.Tensor]) -> None:
-    """Raise if weights of a model are quantized, or on meta: their values are offloaded, or were never loaded.
+    """Raise if weights of a model are quantized, complex, or on meta: offloaded, or never loaded.
 
     Args:
         model: The model.
         own: Its own tensors.
     """
     require_unquantized(quantized_weights(model, stored_formats(model)))
+    require_real(model, own)
+    require_in_memory(own)
+
+
+def require_real(model: nn.Module, own: Mapping[str, Any], action: str = "exported") -> None:
+    """Raise if own tensors are complex where the class has floats: loading would drop imaginary parts. Lists all."""
+    if not (dtypes := {name: tensor.dtype for name, tensor in own.items() if tensor.dtype.is_complex}):
+        return
+    built = as_built(without_wrappers(model, peft=True), torch.float32).state_dict()
+    if problems := [
+        Problem(ProblemKind.DTYPE, name, f"is of {dtype}, expected a floating-point dtype")
+        for name, dtype in dtypes.items()
+        if name in built and built[name].is_floating_point()
+    ]:
+        advice = "convert them to real numbers: parameter.data = parameter.data.real"
+        raise StateDictError(f"complex weights cannot be {action}", problems, [advice])
+
+
+def require_in_memory(own: Mapping[str, torch.Tensor]) -> None:
+    """Raise if tensors are on meta, which has no values."""
     if problems := [Problem(ProblemKind.MISSING, name, "is on meta") for name, tensor in own.items() if tensor.is_meta]:
         advice = [
             "load the model without offloading (device_map), or save it with save_pretrained and load the copy",

@@ -1,4 +1,4 @@
-"""Check that a saved model could be loaded: its shapes, ties and dtypes agree with its configuration."""
+"""Check that weights can be saved or merged, so that the result can be loaded."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from nrl_models.common.dtypes import dtype_name
-from nrl_models.common.modules import class_name, input_embeddings, is_flattened, without_wrappers
+from nrl_models.common.modules import class_name, input_embeddings, is_flattened, peft_modules, without_wrappers
 from nrl_models.common.state_dict.adapter import StateDictAdapter
 from nrl_models.common.state_dict.kept_tensors import kept_by
 from nrl_models.common.state_dict.layouts import TensorSpec
@@ -25,6 +26,7 @@ from nrl_models.common.state_dict.own_tensors import (
     COMPUTED,
     STORE_COMPUTED,
     as_built,
+    require_real,
     require_unquantized,
     stored_formats,
 )
@@ -49,7 +51,7 @@ def require_savable(model: nn.Module) -> None:
 def require_wide_weights(
     model: PreTrainedModel, adapter: StateDictAdapter, tensors: Mapping[str, torch.Tensor | TensorSpec]
 ) -> None:
-    """Raise if floating-point weights would be saved in another kind of dtype, such as int8 or float8.
+    """Raise if floating-point weights would be saved in another kind of dtype, such as int8, float8 or complex64.
 
     Modules that store scales next to their quantized weights are allowed (bitsandbytes and HQQ in place).
 
@@ -61,6 +63,7 @@ def require_wide_weights(
     Raises:
         StateDictError: If there are any. Lists all weights.
     """
+    require_real(model, tensors, "saved")
     narrow = {
         name: tensor.dtype
         for name, tensor in tensors.items()
@@ -79,6 +82,33 @@ def require_wide_weights(
         for name, dtype in narrow.items()
     ]:
         raise StateDictError("quantized weights cannot be saved, because files would lack scales", problems, [_ADVICE])
+
+
+def require_unsharded_adapters(model: nn.Module) -> None:
+    """Check that no weight under an adapter is sharded. The error has one problem for all of them.
+
+    Raises:
+        StateDictError: If one is.
+    """
+    sharded = [
+        f"{name}.{own}"
+        for name, wrapper in peft_modules(model)
+        for own, parameter in wrapper.named_parameters()
+        if isinstance(parameter, DTensor)
+    ]
+    if not sharded:
+        return
+    more = f", with {len(sharded) - 1} more under adapters" if len(sharded) > 1 else ", under an adapter"
+    problem = Problem(ProblemKind.PLAN, sharded[0], f"is sharded{more}: expected complete weights")
+    raise StateDictError(
+        "adapters of a sharded model cannot be merged into what is exported",
+        [problem],
+        [
+            "gather the adapter with torch.distributed.checkpoint.state_dict.get_model_state_dict on all ranks, and "
+            "save it with peft_model.save_pretrained(folder, state_dict=...) on the first",
+            "then load it with VLLMEngine.use_adapter(folder), or into a model without shards, and export that model",
+        ],
+    )
 
 
 def check_shapes(model: PreTrainedModel, adapter: StateDictAdapter) -> None:

@@ -35,7 +35,7 @@ from nrl_models.common.state_dict.kept_tensors import KeptTensor, keep, keeps_un
 from nrl_models.common.state_dict.layouts import TensorSpec
 from nrl_models.common.state_dict.matching import match
 from nrl_models.common.state_dict.mtp import MTPNames
-from nrl_models.common.state_dict.own_tensors import own_state_dict
+from nrl_models.common.state_dict.own_tensors import own_state_dict, require_in_memory, require_real
 from nrl_models.distributed.mesh import agreed, place_in
 from nrl_models.distributed.resume_checkpoints.background import CheckpointSave, finish_last, group_for_saves
 from nrl_models.distributed.resume_checkpoints.block_files import (
@@ -88,6 +88,7 @@ def save_checkpoint(
 
     Raises:
         CheckpointError: If optimizer state has another shape, or JSON cannot represent progress.
+        StateDictError: If weights are on meta or complex.
         SaveError: If the disk is full or read-only, or another process saves into the folder. Also if the previous
             asynchronous save failed and its `wait()` was not called; the new checkpoint is then not written.
         ShardingError: If ranks passed different progress, or another rank failed. The failed rank raises its own error.
@@ -116,8 +117,10 @@ def save_checkpoint(
         require_optimizer(optimizer)
         folder = folder_to_write(folder)
         finish_last(raising=True)
-        own, exported = sharding.written(model), sharding.adapter_of(model).exported("hub")
-        parts = {StatePart.WEIGHTS: [Held(name, tensor, own) for name, tensor in exported.items()]}
+        own, adapter = sharding.written(model), sharding.adapter_of(model)
+        require_in_memory(own)
+        require_real(model, adapter.own, "saved")
+        parts = {StatePart.WEIGHTS: [Held(name, tensor, own) for name, tensor in adapter.exported("hub").items()]}
         if optimizer is not None:
             own_facts = facts_of(model, optimizer)
             parts[StatePart.OPTIMIZER] = [

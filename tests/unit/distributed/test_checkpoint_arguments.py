@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 import torch.distributed as dist
@@ -14,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import LlamaConfig
 
-from nrl_models import AutoModelForCausalLM
+from nrl_models import AutoModelForCausalLM, export_adapter
 from nrl_models.distributed import load_checkpoint, parallelize, save_checkpoint
 from nrl_models.errors import CheckpointError, ShardingError, StateDictError, UnknownArgumentError
 
@@ -77,6 +78,32 @@ def test_arguments_of_parallelize_with_other_types_raise(model: Any) -> None:
         with pytest.raises(ShardingError, match=message):
             parallelize(plain, mesh, plan)
     assert type(plain.lm_head.weight) is nn.Parameter
+
+
+def test_export_of_sharded_adapters_raises_with_one_problem(model: Any) -> None:
+    config = peft.LoraConfig(target_modules=["q_proj", "v_proj", "down_proj"])
+    with pytest.raises(StateDictError, match="is sharded, with 2 more under adapters") as caught:
+        export_adapter(peft.get_peft_model(model, config))
+    assert len(caught.value.problems) == 1
+
+
+def test_checkpoint_of_weights_without_values_raises(model: Any, tmp_path: Path) -> None:
+    on_meta = AutoModelForCausalLM.from_config(model.config, device="meta")
+    with pytest.raises(StateDictError, match=r"model\.embed_tokens\.weight: is on meta"):
+        save_checkpoint(tmp_path / "run", parallelize(on_meta, model.sharding.mesh))
+    assert not list(tmp_path.iterdir())
+
+
+def test_checkpoint_of_complex_weights_raises(model: Any, tmp_path: Path) -> None:
+    cast = AutoModelForCausalLM.from_config(model.config)
+    norm = cast.model.norm
+    norm.weight = nn.Parameter(norm.weight.detach().to(torch.complex64))
+    cast = parallelize(cast, model.sharding.mesh)
+    for save in (lambda: save_checkpoint(tmp_path / "run", cast), lambda: cast.save_pretrained(tmp_path / "saved")):
+        with pytest.raises(StateDictError, match=r"complex weights cannot be") as caught:
+            save()
+        assert [problem.subject for problem in caught.value.problems] == ["model.norm.weight"]
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("wait", [True, False])

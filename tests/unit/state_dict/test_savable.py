@@ -13,7 +13,7 @@ from checkpoints import assert_same, stored
 from nrl_models import AutoModelForCausalLM, StateDictError, UnknownArgumentError, registry
 from nrl_models.testing.case import FamilyCase
 
-DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.int32, torch.bool, torch.complex64)
+DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.int32, torch.bool)
 
 
 @pytest.fixture(params=["LlamaForCausalLM", "MixtralForCausalLM"])
@@ -51,6 +51,33 @@ def test_saving_weights_cast_in_place_raises(
     model.load_state_dict(complete, assign=True)
     model.save_pretrained(tmp_path / "assigned")
     assert_same(stored(tmp_path / "complete"), stored(tmp_path / "assigned"))
+
+
+@pytest.mark.parametrize("source", ["parameter", "state_dict", "model"])
+def test_saving_complex_weights_raises(model: Any, source: str, tmp_path: Path) -> None:
+    """Loading would cast them to floats, and drop their imaginary parts."""
+    name, state_dict = "model.norm.weight", None
+    cast = model.get_parameter(name).detach().to(torch.complex64)
+    if source == "state_dict":
+        state_dict = {**model.state_dict(), name: cast}
+    elif source == "parameter":
+        model.model.norm.weight = torch.nn.Parameter(cast)
+    else:
+        model.to(torch.complex64)
+    with pytest.raises(StateDictError, match="complex weights cannot be saved") as caught:
+        model.save_pretrained(tmp_path / "saved", state_dict=state_dict)
+    assert name in [problem.subject for problem in caught.value.problems]
+    assert (len(caught.value.problems) == 1) == (source != "model")
+    assert not (tmp_path / "saved").exists()
+    if source != "state_dict":
+        with pytest.raises(StateDictError, match="complex weights cannot be exported"):
+            next(model.state_dict_adapter.iter_export(model))
+
+
+def test_complex_buffer_is_saved(model: Any, tmp_path: Path) -> None:
+    model.model.register_buffer("phases", torch.ones(2, dtype=torch.complex64))
+    model.save_pretrained(tmp_path)
+    assert stored(tmp_path)["model.phases"].dtype == torch.complex64
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
