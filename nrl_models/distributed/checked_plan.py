@@ -218,23 +218,23 @@ def _tensor_problems(model: PreTrainedModel, mesh: DeviceMesh, plan: ParallelPla
     ranks = size_of(mesh, "tp")
     if ranks == 1:
         return []
+    problems = list(_adapter_problems(model, "tp"))  # first, because adapters replace linears and wrap the model
     styles = tensor_styles(model, plan)
     modules = dict(own_modules(model))
     inside = {name for name in styles if not (name in modules and is_vocabulary(model, modules[name]))}
     if not any(styles[name].divides_linears for name in inside):
         why = "has no tensor-parallel plan, neither transformers' nor its family's"
         advice = "use fsdp alone; or give rules as plan={name: style}, or in the family's `tensor_parallel`"
-        return [Problem(ProblemKind.PLAN, class_name(model), why, advice=advice)]
+        return problems or [Problem(ProblemKind.PLAN, class_name(model), why, advice=advice)]
     if declared := getattr(model, "limits", {}).get("tensor parallelism"):
         why = f"declares that it lacks tensor parallelism: {declared}"
         return [Problem(ProblemKind.PLAN, class_name(model), why)]
-    problems = []
     for name, style in styles.items():
         if name not in modules:
             problems += _uneven(model, name, model.get_parameter(name), style, ranks)
             continue
         module = modules[name]
-        if is_vocabulary(model, module):
+        if is_vocabulary(model, module) or hasattr(module, "lora_A"):
             continue
         if not isinstance(module, nn.Linear):
             problems += _unsuited(name, module, style)
@@ -242,8 +242,7 @@ def _tensor_problems(model: PreTrainedModel, mesh: DeviceMesh, plan: ParallelPla
         heads = _uneven_heads(model, name, module, modules, ranks) if style.dim(2) == 0 else []
         problems += heads or _uneven(model, name, module.weight, style, ranks)  # the heads' message has more detail
     problems += _tied_problems(model, mesh, styles)
-    problems += split_problems(model, styles)
-    return [*problems, *_adapter_problems(model, "tp")]
+    return [*problems, *split_problems(model, styles)]
 
 
 def _tied_problems(model: PreTrainedModel, mesh: DeviceMesh, styles: Mapping[str, Style]) -> Iterator[Problem]:

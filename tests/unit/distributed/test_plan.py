@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from transformers import LlamaConfig, PreTrainedConfig, PreTrainedModel, Qwen3Config, Qwen3MoeConfig
 
 from nrl_models import AutoModelForCausalLM
@@ -42,6 +43,22 @@ def test_error_lists_each_uneven_linear_once() -> None:
     }
     assert "6 heads of 16 (num_attention_heads)" in details[f"{ATTENTION}.q_proj (2 times)"]
     assert details[f"{MLP}.down_proj (2 times)"] == "has 130 in dimension 1 which tp=4 does not divide"
+
+
+def test_error_about_adapters_has_no_consequences() -> None:
+    config = LoraConfig(target_modules="all-linear")
+    for wrap in (lambda model: model, lambda model: model.get_base_model()):
+        details = problems(wrap(get_peft_model(llama(intermediate_size=128), config)), {"tp": 2})
+        assert [detail.partition(" more ")[2] for detail in details.values()] == [
+            "have LoRA adapters, which tp does not divide"
+        ]
+
+
+def test_error_about_adapters_comes_first() -> None:
+    model = get_peft_model(llama(intermediate_size=130), LoraConfig(target_modules=["q_proj"])).get_base_model()
+    first, *others = problems(model, {"tp": 4}).items()
+    assert "LoRA adapters" in first[1]
+    assert f"{MLP}.up_proj (2 times)" in dict(others)
 
 
 def test_error_includes_module_with_wrong_rule() -> None:
