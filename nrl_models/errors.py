@@ -244,7 +244,7 @@ class ShardingError(StateDictError):
 
 
 class DeviceError(NRLModelsError, RuntimeError):
-    """Weights cannot be loaded to a device, because it is meta or does not exist."""
+    """Weights are on meta, or cannot be loaded to a device, because it is meta or does not exist."""
 
 
 class HeadError(NRLModelsError, ValueError):

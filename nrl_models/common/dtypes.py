@@ -11,13 +11,29 @@ from transformers import PreTrainedModel
 from nrl_models.common.logs import get_logger
 from nrl_models.common.upstream import dtype_plan
 from nrl_models.common.upstream_conversions import build_glob_alternation
+from nrl_models.common.upstream_torch import functorch_transforms_are_active, is_batched
 
 logger = get_logger(__name__)
 
 
-def dtype_name(dtype: torch.dtype) -> str:
-    """Return a dtype's name in configurations, such as `bfloat16`."""
+def dtype_name(dtype: torch.dtype | torch.layout) -> str:
+    """Return the name of a dtype in configurations, such as `bfloat16`, or of a layout."""
     return str(dtype).removeprefix("torch.")
+
+
+def unreadable(tensor: torch.Tensor) -> str:
+    """Return the reason why the values of a tensor cannot be read element by element, or an empty string. O(1)."""
+    if tensor.is_nested:
+        return "is nested: pad it with torch.nested.to_padded_tensor(tensor, 0), and mask the padding"
+    if tensor.layout is not torch.strided:
+        return f"has the layout {dtype_name(tensor.layout)}: pass tensor.to_dense()"
+    if tensor.is_quantized:
+        return f"is of {tensor.dtype}: pass tensor.dequantize()"
+    if tensor.is_meta:
+        return "is on meta and has no values: pass a tensor on a CPU or an accelerator"
+    if functorch_transforms_are_active() and is_batched(tensor):
+        return "is batched by torch.vmap, which hides its values: call the function with the complete batch instead"
+    return ""
 
 
 SHORT_NAMES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp64": torch.float64}

@@ -25,6 +25,7 @@ from torch._C import _len_torch_dispatch_stack as count_dispatch_modes
 from torch._C import _len_torch_function_stack as count_function_modes
 from torch._C import _storage_Use_Count as storage_use_count
 from torch._C._autograd import _top_saved_tensors_default_hooks as saved_tensors_hooks
+from torch._C._functorch import is_batchedtensor as is_batched
 from torch.distributed import _state_dict_utils as state_dict_utils
 from torch.distributed.fsdp._common_utils import FSDP_FLATTENED as FLATTENED
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
@@ -60,6 +61,7 @@ __all__ = [
     "function_mode_stack",
     "functorch_transforms_are_active",
     "is_any_autocast_enabled",
+    "is_batched",
     "is_traceable_wrapper_subclass",
     "local_scalar_dense",
     "module_wrappers",

@@ -21,8 +21,9 @@ from typing import Any
 
 import torch
 
+from nrl_models.common.upstream_torch import functorch_transforms_are_active
 from nrl_models.common.value_checks import is_integer
-from nrl_models.errors import HeadError, UnknownOptionError
+from nrl_models.errors import HeadError, UnknownArgumentError, UnknownOptionError, shown
 from nrl_models.logprobs.fused import fuses
 from nrl_models.logprobs.logit_buffers import (
     ADVICE,
@@ -117,7 +118,10 @@ def chunk_tokens(chunk_size: int | str | None) -> int | None:
 
     Raises:
         UnknownOptionError: If it is neither of these nor a number above 0.
+        UnknownArgumentError: If a transform of torch.func is active, which needs full logits (None).
     """
+    if chunk_size is not None and functorch_transforms_are_active():
+        raise UnknownArgumentError(f"chunk_size={shown(chunk_size)}: {_NOT_TRANSFORMED}")
     if chunk_size is None or chunk_size == "auto":
         return None
     if isinstance(chunk_size, int) and is_integer(chunk_size, 1):
@@ -182,8 +186,18 @@ def _by_checkpointing(
     return TokenStatistics(*(torch.cat(columns) for columns in zip(*chunks, strict=True)))
 
 
+_NOT_TRANSFORMED = (
+    "transforms of torch.func (grad, vmap, jvp) and forward-mode derivatives do not support chunks of logits. Call "
+    "token_logprobs with chunk_size=None, or outside of the transform"
+)
+
+
 class _Chunked(torch.autograd.Function):
     """Function whose forward and backward process chunks of logits, see the module docstring."""
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        raise UnknownArgumentError(f"chunk_size: {_NOT_TRANSFORMED}")
 
     @staticmethod
     def forward(

@@ -4,9 +4,8 @@ A model's forward ends with `logits = lm_head(hidden)`, and in some models a sca
 a soft cap (`final_logit_softcapping`). Computing log-probabilities without full logits has to apply this last step to
 chunks of tokens. The step is measured, because its configuration keys differ between models:
 
-1. Replace the output embedding with a function that keeps the hidden states and returns known numbers.
-2. Run the model, and compare its result with these numbers.
-3. Fit `a * tanh(b * x)`, which covers scales, soft caps and both.
+1. Run the model with a function in place of the output embedding, which keeps the hidden states and returns numbers.
+2. Fit `a * tanh(b * x)`, which covers scales, soft caps and both.
 
 If the fit fails, or if the head does not reproduce the model's logits on a short text, an error is raised.
 """
@@ -27,7 +26,8 @@ from nrl_models.common.config.causality import why_not_causal
 from nrl_models.common.documents.layers import BOUNDARIES
 from nrl_models.common.forward.evaluation import evaluating, modules_around
 from nrl_models.common.forward.routing import own_routing
-from nrl_models.common.modules import innermost, peft_types, reads_complete_rows, virtual_tokens
+from nrl_models.common.model_components.meta_weights import require_head_values, require_values
+from nrl_models.common.modules import class_name, innermost, peft_types, reads_complete_rows, virtual_tokens
 from nrl_models.common.recording import (
     code_around,
     code_of,
@@ -70,7 +70,7 @@ def hidden_states_and_head(model: nn.Module, input_ids: torch.Tensor, **inputs: 
     """
     module = output_embedding(model)
     if isinstance(module, peft_types()) and (reads_complete_rows(model) or inputs.get("adapter_names")):
-        raise HeadError(f"{_name(model)} has an adapter on its output embedding that depends on the row. {ADVICE}")
+        raise HeadError(f"{class_name(model)} has an adapter on its output embedding that depends on the row. {ADVICE}")
     sharded = sharded_around(model, module) if torch.is_grad_enabled() else []
     caller = (id(module), type(module), autocast_dtype(input_ids), model.training)
     hooks = (*code_around(model), *code_of(module), bool(module._forward_hooks) and module.training)
@@ -92,7 +92,7 @@ def hidden_states_and_head(model: nn.Module, input_ids: torch.Tensor, **inputs: 
         except Exception as error:
             if given:
                 raise HeadError(
-                    f"{_name(model)} fails after its output embedding when its logits are {len(PROBE)} numbers "
+                    f"{class_name(model)} fails after its output embedding when its logits are {len(PROBE)} numbers "
                     f"({one_line(error)}), so that step depends on the vocabulary. {ADVICE}"
                 ) from error
             raise
@@ -100,7 +100,7 @@ def hidden_states_and_head(model: nn.Module, input_ids: torch.Tensor, **inputs: 
     hidden = _columns_of_tokens(model, given[0], input_ids)
     with _naming_hooks(model, module, input_ids, inputs):
         units = gathered_units(model, module)
-        head = replace(fitted_head(observed, _name(model)), module=module, autocast=autocast[0], units=units)
+        head = replace(fitted_head(observed, class_name(model)), module=module, autocast=autocast[0], units=units)
         if not is_checked or checked[caller] != (head.scale, head.cap, head.autocast, hooks):
             (sample or _HeadSample.of(model, module, input_ids, inputs)).compare(model, head)
             checked[caller] = head.scale, head.cap, head.autocast, hooks
@@ -128,7 +128,7 @@ def _naming_hooks(
             raise
         name = next((name for name, part in model.named_modules() if part is module), type(module).__name__)
         raise HeadError(
-            f"{name}: {', '.join(dict.fromkeys(hooks))} changes the input or output of {_name(model)}'s output "
+            f"{name}: {', '.join(dict.fromkeys(hooks))} changes the input or output of {class_name(model)}'s output "
             f"embedding, and chunks of tokens cannot reproduce the result. {ADVICE}"
         ) from error
 
@@ -144,6 +144,7 @@ def _run_sample(model: nn.Module, input_ids: torch.Tensor, inputs: Mapping[str, 
         try:
             return model(input_ids=input_ids.reshape(-1)[:CHECKED_TOKENS][None], use_cache=False)
         except Exception:  # of any type: the text may need the images, and classes report that differently
+            require_values(model)
             if not inputs:
                 raise
             for values in seen:
@@ -162,9 +163,9 @@ def _require_one_call(
     if len(given) != 1 or given[0].ndim != 3:
         called = f"{len(given)} times" + (f", on {tuple(given[0].shape)}" if given else "")
         raise HeadError(
-            f"{_name(model)} calls its output embedding ({type(module).__name__}) {called}; expected once, on every "
-            f"token of {tuple(input_ids.shape)}. If it is compiled as a whole, compile its layers or its base model "
-            f"instead. {ADVICE}"
+            f"{class_name(model)} calls its output embedding ({type(module).__name__}) {called}; expected once, on "
+            f"every token of {tuple(input_ids.shape)}. If it is compiled as a whole, compile its layers or its base "
+            f"model instead. {ADVICE}"
         )
 
 
@@ -183,7 +184,7 @@ def output_embedding(model: nn.Module) -> nn.Module:
     module = getattr(model, "get_output_embeddings", lambda: None)()
     if module is None:
         raise HeadError(
-            f"{_name(model)} has no output embedding: {_LANGUAGE_MODEL}. If it has logits, pass chunk_size=None"
+            f"{class_name(model)} has no output embedding: {_LANGUAGE_MODEL}. If it has logits, pass chunk_size=None"
         )
     return module
 
@@ -195,13 +196,15 @@ def require_head(models: Iterable[Any], chunk_size: int | str | None, inputs: Co
 
     Raises:
         HeadError: If a model has an encoder, attends in both directions or has no output embedding.
+        DeviceError: If its output embedding is on meta.
     """
     for model in models:
         if isinstance(model, nn.Module) and (reason := why_not_causal(model, inputs)) is not None:
             expected = "expected a model that predicts each token from the tokens before it"
-            raise HeadError(f"{_name(innermost(model))} {reason}; {expected}")
+            raise HeadError(f"{class_name(innermost(model))} {reason}; {expected}")
         if chunk_size is not None or not isinstance(model, nn.Module):
             output_embedding(model)
+        require_head_values(model)
 
 
 def logits_at(
@@ -236,7 +239,7 @@ def logits_at(
 def _full_logits(output: Any, model: nn.Module) -> torch.Tensor:
     logits = getattr(output, "logits", None)
     if logits is None:
-        raise HeadError(f"{_name(model)} returns no logits: {_LANGUAGE_MODEL}")
+        raise HeadError(f"{class_name(model)} returns no logits: {_LANGUAGE_MODEL}")
     return logits
 
 
@@ -251,14 +254,10 @@ def _columns_of_tokens(model: nn.Module, values: torch.Tensor, input_ids: torch.
         values = values[:, -tokens:]
     if values.shape[:2] != input_ids.shape:
         raise HeadError(
-            f"{_name(model)} computes {tuple(values.shape[:2])} columns for input_ids {tuple(input_ids.shape)}; "
+            f"{class_name(model)} computes {tuple(values.shape[:2])} columns for input_ids {tuple(input_ids.shape)}; "
             "expected one column for each token, because the position of other columns is not known"
         )
     return values
-
-
-def _name(model: nn.Module) -> str:
-    return type(model).__name__
 
 
 def _logits_of(output: Any) -> torch.Tensor:
@@ -345,6 +344,6 @@ class _HeadSample:
             equal = torch.allclose(unhooked, expected, rtol=8 * self.rounding, atol=1e-7, equal_nan=True)
         if not equal:
             raise HeadError(
-                f"{_name(model)}'s logits {tuple(expected.shape)} are not those of its output embedding with scale "
-                f"{head.scale:g} and cap {head.cap} {tuple(actual.shape)}. {ADVICE}"
+                f"{class_name(model)}'s logits {tuple(expected.shape)} are not those of its output embedding with "
+                f"scale {head.scale:g} and cap {head.cap} {tuple(actual.shape)}. {ADVICE}"
             )

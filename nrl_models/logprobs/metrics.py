@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from nrl_models.common.dtypes import unreadable
 from nrl_models.common.value_checks import finite_or_none, not_zero_or_one
 from nrl_models.errors import UnknownArgumentError, one_line
 from nrl_models.logprobs.sampling import Sampling
@@ -43,12 +44,20 @@ def _tensors(trainer: Values, engine: Values, mask: Values | None) -> tuple[torc
                 f"{name} is a {type(value).__name__} that is not a tensor ({one_line(error)}): expected a tensor or "
                 "lists of numbers. Pad sequences of different lengths, and leave the padding out with mask"
             ) from error
+        if problem := unreadable(tensors[name]) or ("" if name == "mask" else _not_logprobs(tensors[name])):
+            raise UnknownArgumentError(f"{name} {problem}")
     shapes = [tuple(tensor.shape) for tensor in tensors.values()]
     if any(shape != shapes[0] for shape in shapes):
         raise ValueError(f"log-probabilities and mask must have one shape, got {shapes}")
     if mask is not None and (other := not_zero_or_one(tensors["mask"])) is not None:
         raise ValueError(f"mask has the value {other:g}: expected 1 or True for compared tokens, 0 or False for others")
     return tuple(tensor.to(tensors["trainer"].device) for tensor in tensors.values())
+
+
+def _not_logprobs(tensor: torch.Tensor) -> str:
+    if tensor.is_complex() or tensor.dtype == torch.bool:
+        return f"is of {tensor.dtype}: expected log-probabilities, which are real numbers"
+    return ""
 
 
 def _chosen(trainer: Values, engine: Values, mask: Values | None) -> tuple[torch.Tensor, ...]:
@@ -174,7 +183,8 @@ def consistency_metrics(trainer: Values, engine: Values, mask: Values | None = N
         mask: Sampled tokens; default: all.
 
     Raises:
-        UnknownArgumentError: If an argument is neither a tensor nor lists of equal length.
+        UnknownArgumentError: If an argument is neither a dense tensor nor lists of equal length, or log-probabilities
+            are complex or booleans.
         ValueError: If shapes differ or are not `(batch, seq_len)`, or `mask` has values other than 0 and 1.
 
     Examples:
@@ -186,6 +196,7 @@ def consistency_metrics(trainer: Values, engine: Values, mask: Values | None = N
         1.0526
     """
     trainer, engine, *given = _tensors(trainer, engine, mask)
+    trainer, engine = (each.float() if each.itemsize == 1 else each for each in (trainer, engine))  # float8
     if trainer.ndim != 2:
         raise ValueError(f"expected (sequences, length), got {tuple(trainer.shape)}")
     mask = given[0].bool() if given else torch.ones_like(trainer, dtype=torch.bool)

@@ -15,6 +15,7 @@ from nrl_models.common.documents.boundaries import starts_of
 from nrl_models.common.documents.layers import BOUNDARIES
 from nrl_models.common.documents.media_positions import rotary_planes, text_positions
 from nrl_models.common.documents.packing import checked_positions, token_positions
+from nrl_models.common.dtypes import unreadable
 from nrl_models.common.forward.routing import routing_is_observed
 from nrl_models.common.forward.token_types import PER_TOKEN
 from nrl_models.common.modules import innermost, input_embeddings, reads_complete_rows
@@ -70,13 +71,15 @@ def require_grids(input_ids: Any, **others: Any) -> None:
     Positions may have planes, `(planes, batch, seq_len)`; see `require_planes`.
 
     Raises:
-        UnknownArgumentError: If an argument is not a tensor.
+        UnknownArgumentError: If an argument is not a tensor, or not a dense one with values.
         ValueError: If it has another shape or dtype, or there are no tokens.
     """
     every = {"input_ids": input_ids, **others}
     for name, value in every.items():
         if value is not None and not isinstance(value, torch.Tensor):
             raise UnknownArgumentError(f"{name}={shown(value)}: expected a tensor (batch, seq_len)")
+        if value is not None and (problem := unreadable(value)):
+            raise UnknownArgumentError(f"{name} {problem}")
     shape = input_ids.shape
     wrong = [
         f"{name} {tuple(value.shape)}"

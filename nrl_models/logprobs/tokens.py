@@ -128,7 +128,8 @@ def token_logprobs(
         ValueError: Shapes differ, the reference has another vocabulary, or a sampling parameter is out of range.
         UnknownArgumentError: Unsupported arguments (`use_cache=True`, `labels`, ...), see `NOT_TAKEN`. Also packed rows
             with PEFT's prompt learning or activated LoRA, and left padding while experts are recorded or replayed if
-            left padding changes the model's results.
+            left padding changes the model's results. Also in transforms of torch.func, unless `chunk_size` is None.
+        DeviceError: Weights are on meta.
         UnknownOptionError: Unknown `loss_terms` or `chunk_size`.
 
     Examples:
@@ -139,8 +140,8 @@ def token_logprobs(
         torch.Size([1, 3])
     """
     sampling = Sampling(temperature, top_k, top_p)
-    tokens_per_chunk = chunk_tokens(chunk_size)
     require_grids(input_ids, attention_mask=attention_mask, position_ids=position_ids, score=score)
+    tokens_per_chunk = chunk_tokens(chunk_size)
     require_zeros_and_ones(attention_mask=attention_mask, score=score)
     if loss is not None and not callable(loss):
         raise UnknownArgumentError(f"loss={shown(loss)}: expected a function of the log-probabilities")

@@ -7,12 +7,13 @@ from typing import Any
 
 import torch
 
+from nrl_models.common.dtypes import unreadable
 from nrl_models.common.value_checks import not_zero_or_one
 from nrl_models.errors import NonFiniteError, UnknownArgumentError, shown
 
 
 def require_tensors(**values: Any) -> None:
-    """Check that arguments are tensors of real numbers; None is an argument that was not passed.
+    """Check that arguments are dense tensors of real numbers; None is an argument that was not passed.
 
     Raises:
         UnknownArgumentError: If one is not.
@@ -22,6 +23,8 @@ def require_tensors(**values: Any) -> None:
             raise UnknownArgumentError(f"{name}={shown(value)}: expected a tensor")
         if value is not None and value.is_complex():
             raise UnknownArgumentError(f"{name} is of {value.dtype}: expected real numbers")
+        if value is not None and (value.is_nested or value.layout is not torch.strided):
+            raise UnknownArgumentError(f"{name} {unreadable(value)}")
 
 
 def require_one_shape(dimensions: str, **values: torch.Tensor | None) -> None:

@@ -1,6 +1,7 @@
 """Metrics compared with closed forms."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -138,6 +139,37 @@ def test_no_valid_tokens_give_nan() -> None:
     assert math.isnan(metrics.token_mult_prob_error)
     assert metrics.worst_sequence_index == -1
     assert metrics.to_json()["token_mult_prob_error"] is None
+
+
+VALUES = torch.tensor([[-1.0, -2.0], [-0.5, -0.25]])
+
+UNREADABLE = {
+    "complex": (VALUES.to(torch.complex64), r"is of torch\.complex64: expected log-probabilities"),
+    "bool": (VALUES > -1, r"is of torch\.bool: expected log-probabilities"),
+    "sparse": (VALUES.to_sparse(), r"has the layout sparse_coo: pass tensor\.to_dense\(\)"),
+    "nested": (torch.nested.nested_tensor([VALUES[0], VALUES[1]]), r"is nested: pad it with torch\.nested"),
+    "jagged": (torch.nested.nested_tensor([VALUES[0], VALUES[1, :1]], layout=torch.jagged), "is nested: pad it"),
+    "meta": (VALUES.to("meta"), "is on meta and has no values"),
+}
+
+
+@pytest.mark.parametrize("metric", [consistency_metrics, *METRICS], ids=lambda metric: metric.__name__)
+@pytest.mark.parametrize("kind", UNREADABLE)
+def test_tensors_without_readable_numbers_raise(metric: Any, kind: str) -> None:
+    tensor, message = UNREADABLE[kind]
+    with pytest.raises(UnknownArgumentError, match=f"^trainer {message}"):
+        metric(tensor, VALUES)
+    with pytest.raises(UnknownArgumentError, match=f"^engine {message}"):
+        metric(VALUES, tensor)
+    if kind not in ("complex", "bool"):
+        with pytest.raises(UnknownArgumentError, match=f"^mask {message}"):
+            metric(VALUES, VALUES, tensor)
+
+
+def test_8_bit_floats_are_compared() -> None:
+    metrics = consistency_metrics(VALUES.to(torch.float8_e4m3fn), VALUES)
+    assert metrics.token_mult_prob_error == 1.0  # the values are exact in float8
+    assert metrics.tokens == 4
 
 
 def test_mismatched_shapes_raise() -> None:

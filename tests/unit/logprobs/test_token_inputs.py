@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import copy
 import math
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch.autograd import forward_ad
+from torch.func import functional_call
 from transformers import LlamaConfig, PreTrainedModel
 
 from nrl_models import AutoModelForCausalLM, registry
-from nrl_models.errors import HeadError, SamplingError, UnknownArgumentError
-from nrl_models.logprobs import token_logprobs
+from nrl_models.errors import DeviceError, HeadError, SamplingError, UnknownArgumentError
+from nrl_models.logprobs import rollout_logprobs, token_logprobs
 from nrl_models.testing.case import FamilyCase, randomize
 from nrl_models.testing.tiny import tiny_config
 
@@ -281,3 +286,81 @@ def test_head_with_other_dtype_than_model() -> None:
     expected = logits[:, :-1].log_softmax(-1).gather(-1, IDS[:, 1:, None])[..., 0]
     result = token_logprobs(model, IDS).logprobs[:, 1:]
     torch.testing.assert_close(result, expected.double(), rtol=0, atol=1e-5)
+
+
+UNREADABLE: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], str]] = {
+    "sparse": (torch.Tensor.to_sparse, r"has the layout sparse_coo: pass tensor\.to_dense\(\)"),
+    "compressed": (torch.Tensor.to_sparse_csr, r"has the layout sparse_csr: pass tensor\.to_dense\(\)"),
+    "nested": (lambda tensor: torch.nested.nested_tensor(list(tensor)), r"is nested: pad it with torch\.nested"),
+    "jagged": (lambda tensor: torch.nested.nested_tensor(list(tensor), layout=torch.jagged), "is nested: pad it"),
+    "meta": (lambda tensor: tensor.to("meta"), "is on meta and has no values"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors", "ignore:Sparse CSR tensor support")
+@pytest.mark.parametrize("kind", UNREADABLE)
+@pytest.mark.parametrize("name", ["input_ids", "attention_mask", "position_ids", "score"])
+def test_tensors_without_readable_numbers_raise(llama: PreTrainedModel, kind: str, name: str) -> None:
+    convert, message = UNREADABLE[kind]
+    value = torch.arange(9).expand(2, 9) if name == "position_ids" else torch.ones_like(IDS)
+    with pytest.raises(UnknownArgumentError, match=f"^{name} {message}"):
+        token_logprobs(llama, **{"input_ids": IDS, name: convert(value)})
+
+
+def test_weights_on_meta_raise(llama: PreTrainedModel) -> None:
+    on_meta = copy.deepcopy(llama).to("meta")
+    for options in ({}, {"chunk_size": None}):
+        with pytest.raises(DeviceError, match=r"LlamaForCausalLM has \d+ weights on meta, which have no values"):
+            token_logprobs(on_meta, IDS, **options)
+    with pytest.raises(DeviceError, match="weights on meta"):
+        token_logprobs(llama, IDS, reference=on_meta)
+    with pytest.raises(DeviceError, match="weights on meta"):
+        rollout_logprobs(on_meta, [[20, 21, 22]])
+    partly = copy.deepcopy(llama)
+    partly.model.layers[1].to("meta")
+    with pytest.raises(DeviceError, match=r"has 9 weights on meta, .*: model\.layers\.1\.self_attn\.q_proj\.weight"):
+        token_logprobs(partly, IDS)
+
+
+class Scores(nn.Module):
+    def __init__(self, model: nn.Module, chunk_size: str | None) -> None:
+        super().__init__()
+        self.model, self.chunk_size = model, chunk_size
+
+    def forward(self) -> torch.Tensor:
+        return token_logprobs(self.model, IDS, chunk_size=self.chunk_size).logprobs
+
+
+def test_function_transforms_need_full_logits(llama: PreTrainedModel) -> None:
+    model = copy.deepcopy(llama)
+    model.set_attn_implementation("eager")  # has forward-mode derivatives
+    chunked, full = Scores(model, "auto"), Scores(model, None)
+    parameters = {name: parameter.detach() for name, parameter in full.named_parameters()}
+    stacked = {name: torch.stack([parameter, 2 * parameter]) for name, parameter in parameters.items()}
+    transforms: dict[str, Callable[[Any], Any]] = {
+        "grad": lambda run: torch.func.grad(lambda values: run(values).sum())(parameters),
+        "vmap": lambda run: torch.func.vmap(run)(stacked),
+        "jvp": lambda run: torch.func.jvp(run, (parameters,), (parameters,))[1],
+        "dual": lambda run: dual(run, parameters),
+    }
+    for name, transform in transforms.items():
+        with pytest.raises(
+            UnknownArgumentError, match=r"chunk_size.*: transforms of torch\.func .* with chunk_size=None"
+        ):
+            transform(lambda values: functional_call(chunked, values, ()))
+        result = transform(lambda values: functional_call(full, values, ()))
+        if name == "grad":
+            chunked().sum().backward()
+            weight = chunked.model.get_parameter("lm_head.weight")
+            torch.testing.assert_close(result["model.lm_head.weight"], weight.grad, rtol=1e-4, atol=1e-5)
+        if name == "vmap":
+            torch.testing.assert_close(result[0], chunked().detach(), rtol=1e-5, atol=1e-5)
+    with pytest.raises(UnknownArgumentError, match=r"^input_ids is batched by torch\.vmap"):
+        torch.func.vmap(lambda ids: token_logprobs(model, ids[None]).logprobs)(IDS)
+
+
+def dual(run: Callable[[Any], torch.Tensor], parameters: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Return the forward-mode derivative of a function in the direction of the parameters."""
+    with forward_ad.dual_level():
+        values = {name: forward_ad.make_dual(parameter, parameter) for name, parameter in parameters.items()}
+        return forward_ad.unpack_dual(run(values)).tangent

@@ -335,3 +335,10 @@ def test_integer_logprobs_raise() -> None:
     logprobs = torch.full((1, 2), -1)
     with pytest.raises(UnknownArgumentError, match=r"logprobs is of torch\.int64: expected floating-point"):
         policy_loss(logprobs, logprobs, torch.ones(1), torch.ones(1, 2))
+
+
+@pytest.mark.parametrize("kind", ["sparse", "nested"])
+def test_masks_that_are_not_dense_raise(kind: str) -> None:
+    mask = MASK.to_sparse() if kind == "sparse" else torch.nested.nested_tensor([MASK[0], MASK[1, :2]])
+    with pytest.raises(UnknownArgumentError, match=f"^mask (has the layout {kind}_coo|is {kind}): "):
+        token_weights(mask, Normalize.SEQUENCE)
