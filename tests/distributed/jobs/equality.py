@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -20,17 +21,25 @@ from nrl_models.common.projections import report
 from nrl_models.distributed import ParallelPlan, parallelize, plan_for
 from nrl_models.distributed.mesh import rank_in, size_of
 from nrl_models.distributed.tensor.local_tensors import _local_tensors
+from nrl_models.parity.noise import rounded_otherwise
 from nrl_models.testing.case import FamilyCase
 
 
-def expected(case: FamilyCase, count: int) -> tuple[float, dict[str, torch.Tensor]]:
-    """Compute loss and gradients of one process over all batches, by hub name."""
+def expected(case: FamilyCase, count: int, *, rounded: bool = False) -> tuple[float, dict[str, torch.Tensor]]:
+    """Compute loss and gradients of one process over all batches, by hub name.
+
+    Args:
+        case: The case.
+        count: Number of batches.
+        rounded: Whether linears round in another way, see `rounded_otherwise`.
+    """
     model = copy.deepcopy(case.model()).train()
     losses = []
-    for seed, batch in enumerate(batches(case, count)):
-        torch.manual_seed(seed)  # some routers draw random numbers in training
-        losses.append(model(**batch, use_cache=False).loss / count)
-    torch.stack(losses).sum().backward()
+    with rounded_otherwise(model) if rounded else nullcontext():
+        for seed, batch in enumerate(batches(case, count)):
+            torch.manual_seed(seed)  # some routers draw random numbers in training
+            losses.append(model(**batch, use_cache=False).loss / count)
+        torch.stack(losses).sum().backward()
     gradients = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
     return sum(loss.item() for loss in losses), model.state_dict_adapter.to_hf(gradients)
 

@@ -8,6 +8,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from jobs import sweep
 from jobs.setting import case_of, llama_case, mesh_of
@@ -48,6 +49,23 @@ def differs() -> list[object]:
     with torch.no_grad():
         model.model.norm.weight.div_(1.001)
     messages.append(message_for(lambda gradients: {name: value for name, value in gradients.items() if name != small}))
+    return messages
+
+
+def differs_by_more_than_rounding(architecture: str, name: str) -> list[str]:
+    """Return the first words of the messages for a step over TP: as it is, and with a wrong gradient of a parameter."""
+    case, mesh = case_of(architecture), mesh_of(tp=2)
+    model = parallelize(case.new_pair()[1].train(), mesh)
+    original, messages = sweep.full_gradients, []
+    for factor in (1.0, 1.0003):
+
+        def changed(model: nn.Module, factor: float = factor) -> dict[str, torch.Tensor]:
+            gradients = original(model)
+            return gradients | {name: gradients[name] * factor}
+
+        model.zero_grad()
+        with mock.patch.object(sweep, "full_gradients", changed):
+            messages.append(", ".join(line.split()[0] for line in sweep.different_step(case, model, mesh)))
     return messages
 
 

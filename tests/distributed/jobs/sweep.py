@@ -20,6 +20,7 @@ from nrl_models.distributed.mesh import size_of
 from nrl_models.distributed.parallel_plan import declared_expert_plan
 from nrl_models.errors import ShardingError
 from nrl_models.onboarding.inspect import kinds_of
+from nrl_models.parity.noise import NOISE_FACTOR
 from nrl_models.testing.case import SEED, FamilyCase
 from nrl_models.testing.suite.conditions import generates, reads_what_it_writes
 
@@ -31,6 +32,15 @@ SMALL_GRADIENTS, ROUNDING = 1e-2, 1e-6
 
 Gradients that are zero in exact arithmetic (a bias before a batch norm) are 5e-7 to 2e-6 of the largest due to
 rounding. The smallest meaningful gradients are a hundred times larger.
+"""
+
+MOST_NOISE = 1e-4
+"""Largest difference that can be rounding, relative to the largest gradient of all.
+
+A difference above the other bounds is rounding if it is at most `NOISE_FACTOR` times that of one process which rounds
+in another way (`rounded_otherwise`), and at most `SMALL_GRADIENTS` of the tensor's own gradients. Gradients of Gemma
+4's embeddings with audio differ by 3.5e-5 there, also in transformers' class. Sharded in fp64, without audio, they
+differ by less than 4e-9.
 """
 
 _case = lru_cache(maxsize=1)(case_of)
@@ -165,18 +175,38 @@ def different_step(case: FamilyCase, model: PreTrainedModel, mesh: DeviceMesh) -
     lines = []
     if not abs(actual - loss) <= LOSS * abs(loss):
         lines.append(f"loss is {actual:.7f}, and {loss:.7f} in one process")
-    scale = max(float(tensor.abs().max()) for tensor in wanted.values())
-    wrong: dict[str, float] = {}
-    for name in {**wanted, **gradients}:  # a missing gradient counts as zeros
-        one, other = wanted.get(name), gradients.get(name)
-        difference = (0 if other is None else other) - (0 if one is None else one)
-        worst, largest = float(difference.abs().max()), 0.0 if one is None else float(one.abs().max())
-        if not (worst <= GRADIENTS * scale and worst <= max(SMALL_GRADIENTS * largest, ROUNDING * scale)):
-            wrong[name] = worst / scale
+    wrong = different_gradients(gradients, wanted)
+    if wrong:  # a second pass of one process measures its own rounding
+        scale = max(float(tensor.abs().max()) for tensor in wanted.values())
+        noise = different_gradients(expected(case, size_of(mesh, "fsdp"), rounded=True)[1], wanted, every=True)
+        own = {name: SMALL_GRADIENTS * largest_of(wanted.get(name)) / scale for name in wrong}
+        limits = {name: min(NOISE_FACTOR * noise.get(name, 0.0), own[name], MOST_NOISE) for name in wrong}
+        wrong = {name: worst for name, worst in wrong.items() if not worst <= limits[name]}
     if wrong:
         names = sorted(wrong, key=lambda name: -wrong[name])
         lines.append(f"gradients differ, by {wrong[names[0]]:.1e} of the largest at most: {_some(names)}")
     return lines
+
+
+def different_gradients(
+    gradients: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor], *, every: bool = False
+) -> dict[str, float]:
+    """Return the differences above the bounds (or all of them), relative to the largest gradient of all."""
+    scale = max(float(tensor.abs().max()) for tensor in wanted.values())
+    found: dict[str, float] = {}
+    for name in {**wanted, **gradients}:  # a missing gradient counts as zeros
+        one, other = wanted.get(name), gradients.get(name)
+        difference = (0 if other is None else other) - (0 if one is None else one)
+        worst, largest = float(difference.abs().max()), largest_of(one)
+        is_same = worst <= GRADIENTS * scale and worst <= max(SMALL_GRADIENTS * largest, ROUNDING * scale)
+        if every or not is_same:
+            found[name] = worst / scale
+    return found
+
+
+def largest_of(tensor: torch.Tensor | None) -> float:
+    """Return the largest magnitude in a tensor; 0 for None."""
+    return 0.0 if tensor is None else float(tensor.abs().max())
 
 
 def _some(names: list[str], limit: int = 4) -> str:
