@@ -8,7 +8,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from transformers import PreTrainedModel
 
 from jobs import sweep
 from jobs.setting import case_of, llama_case, mesh_of
@@ -59,7 +59,7 @@ def differs_by_more_than_rounding(architecture: str, name: str) -> list[str]:
     original, messages = sweep.full_gradients, []
     for factor in (1.0, 1.0003):
 
-        def changed(model: nn.Module, factor: float = factor) -> dict[str, torch.Tensor]:
+        def changed(model: PreTrainedModel, factor: float = factor) -> dict[str, torch.Tensor]:
             gradients = original(model)
             return gradients | {name: gradients[name] * factor}
 
