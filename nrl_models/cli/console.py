@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import os
 import re
+import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
@@ -115,8 +116,31 @@ class CommandGroup(TyperGroup):
         return _without_types(super().get_params(ctx))
 
 
+def open_closed_streams() -> None:
+    """Open the null device for standard streams that the caller closed (`2>&-`), which Python sets to None.
+
+    They must be open before any other file: a file with the descriptor of standard error would receive the output of
+    native code. `print(file=None)` would write to standard output.
+    """
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            # open() returns the lowest free descriptor: that of the closed stream.
+            stream = open(os.devnull, mode, encoding="utf-8")  # noqa: SIM115 - open as long as the process
+            os.set_inheritable(stream.fileno(), stream.fileno() <= 2)
+            setattr(sys, name, stream)
+
+
 class Commands(CommandGroup):
     """Commands that print errors as messages, without a traceback."""
+
+    def main(self, *args: Any, **options: Any) -> Any:
+        """Run the command line. Exit with status 2 if standard output or standard error cannot be written."""
+        open_closed_streams()
+        try:
+            return super().main(*args, **options)
+        except OSError as error:  # outside of `invoke`: `--help` on a full disk
+            _print_error(error)
+            raise SystemExit(2) from error
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Accept the options of all commands also after the command name, up to `--`."""
@@ -134,12 +158,18 @@ class Commands(CommandGroup):
         except Exception as error:
             if ctx.params["traceback"] or hasattr(error, "exit_code"):  # typer's own errors
                 raise
-            console = PlainConsole(stderr=True, soft_wrap=True, highlight=False)
-            console.print(f"[bold red]error:[/bold red] {type(error).__name__}")
-            console.print(str(error), markup=False)
-            if not isinstance(error, (NRLModelsError, OSError)):
-                console.print(UNEXPECTED)
+            _print_error(error)
             raise typer.Exit(1 if isinstance(error, DriftError) else 2) from error
+
+
+def _print_error(error: Exception) -> None:
+    """Print an error as a message, unless standard error cannot be written. The exit status does not depend on that."""
+    with suppress(OSError):
+        console = PlainConsole(stderr=True, soft_wrap=True, highlight=False)
+        console.print(f"[bold red]error:[/bold red] {type(error).__name__}")
+        console.print(str(error), markup=False)
+        if not isinstance(error, (NRLModelsError, OSError)):
+            console.print(UNEXPECTED)
 
 
 def _expectation(problem: Mapping[str, Any]) -> str:

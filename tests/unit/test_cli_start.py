@@ -263,3 +263,42 @@ def test_misspelled_activation_exits_with_message(command: str, llama_checkpoint
     result = runner.invoke(app, command.format(tmp_path).split())
     assert result.exit_code == 2
     assert "hidden_act: is 'silyu'" in unframed(result.output + result.stderr)
+
+
+def redirected(redirection: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run a command with a shell's redirection."""
+    command = [sys.executable, "-c", "from nrl_models.cli import app; app(prog_name='nrl-models')", *arguments]
+    return subprocess.run(
+        ["bash", "-c", f'"$@" {redirection}', "-", *command], capture_output=True, text=True, check=False
+    )
+
+
+@pytest.mark.parametrize(
+    ("redirection", "arguments", "status"),
+    [("2>&-", ["train", "--list"], 0), ("<&- >&- 2>&-", ["train", "--list"], 0), (">&-", ["inspect", "./nowhere"], 2)],
+)
+def test_closed_streams_do_not_change_exit_status(redirection: str, arguments: list[str], status: int) -> None:
+    result = redirected(redirection, *arguments)
+    assert result.returncode == status
+    assert "Traceback" not in result.stderr
+    assert bool(result.stdout) == (redirection == "2>&-")
+
+
+def test_closed_streams_keep_their_descriptors() -> None:
+    """A file that is opened later must not receive what native code writes to standard error."""
+    code = "import os; from nrl_models.cli import console; console.open_closed_streams(); "
+    code += "print(os.path.realpath('/dev/fd/2'), os.get_inheritable(2), open('/dev/zero').fileno() > 2)"
+    command = ["bash", "-c", '"$@" 2>&-', "-", sys.executable, "-c", code]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.stdout.split() == ["/dev/null", "True", "True"]
+
+
+@pytest.mark.parametrize(
+    ("redirection", "arguments"),
+    [(">/dev/full", ["--version"]), (">/dev/full", ["--help"]), ("2>/dev/full", ["inspect", "./nowhere"])],
+)
+def test_full_disk_exits_with_status_2(redirection: str, arguments: list[str]) -> None:
+    result = redirected(redirection, *arguments)
+    assert result.returncode == 2
+    assert "Traceback" not in result.stderr
+    assert ("No space left on device" in result.stderr) == redirection.startswith(">")
