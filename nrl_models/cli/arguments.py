@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, overload
 
 import typer
 
-from nrl_models.cli.checkpoint_paths import checkpoint_path
+from nrl_models.cli.checkpoint_paths import any_path, checkpoint_path, existing_file
 from nrl_models.cli.console import STANDARD_OUTPUT, output
 from nrl_models.common.mesh_sizes import parse_mesh
 from nrl_models.common.trust.servers import VLLMS, is_secret, is_server, require_engine
@@ -130,12 +130,17 @@ def finite(value: float | None) -> float | None:
 
 def input_file(text: str, *, panel: str | None = None, metavar: str = FILE) -> Any:
     """Return a typer option for an existing file, with this help text."""
-    return typer.Option(exists=True, dir_okay=False, metavar=metavar, help=text, rich_help_panel=panel)
+    return typer.Option(parser=existing_file, metavar=metavar, help=text, rich_help_panel=panel)
 
 
 def output_file(text: str) -> Any:
     """Return a typer option for a file to write, with this help text."""
-    return typer.Option(metavar=FILE, help=text, callback=writable, rich_help_panel=OUTPUT)
+    return typer.Option(parser=any_path, metavar=FILE, help=text, callback=writable, rich_help_panel=OUTPUT)
+
+
+def output_folder(text: str, *, panel: str | None = None, callback: Callable[..., Path | None] | None = None) -> Any:
+    """Return a typer option for a directory to write, with this help text."""
+    return typer.Option(parser=any_path, metavar=DIR, help=text, callback=callback, rich_help_panel=panel)
 
 
 def engine_argument(text: str, *flags: str, panel: str = ENGINE) -> Any:
@@ -223,6 +228,7 @@ JsonFile = Annotated[
     Path | None,
     typer.Option(
         "--json",
+        parser=any_path,
         metavar=FILE,
         help="Write the result as JSON to FILE, or to stdout if FILE is '-'.",
         callback=json_target,

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from nrl_models.cli.arguments import (
-    DIR,
     ENGINE,
     INT,
     OUTPUT,
@@ -26,6 +25,7 @@ from nrl_models.cli.arguments import (
     input_file,
     mesh_sizes,
     output_file,
+    output_folder,
     require_only,
     torch_dtype,
 )
@@ -159,10 +159,8 @@ def certify(
     ignore_config_key: IgnoredConfigKeys = None,
     out: Annotated[
         Path | None,
-        typer.Option(
-            metavar=DIR,
-            help="Directory for results, certificate.json and report.html. \\[default: certify/MODEL-DIGEST]",
-            rich_help_panel=OUTPUT,
+        output_folder(
+            "Directory for results, certificate.json and report.html. \\[default: certify/MODEL-DIGEST]", panel=OUTPUT
         ),
     ] = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Discard earlier results.", rich_help_panel=OUTPUT)] = False,

@@ -1,7 +1,8 @@
-"""Arguments that are paths of checkpoints or configurations. Has no heavy imports."""
+"""Arguments that are paths. Has no heavy imports."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import typer
@@ -10,12 +11,42 @@ from nrl_models.common.checkpoint.json_reading import read_object
 from nrl_models.common.checkpoint.local_path import (
     ADAPTER_CONFIG_NAME,
     CONFIG_NAME,
+    as_path,
     checkpoints_below,
     is_gguf,
     is_local,
     similar_checkpoint,
 )
-from nrl_models.errors import CheckpointError, visible
+from nrl_models.errors import CheckpointError, UnknownArgumentError, visible
+
+
+def any_path(text: str | Path) -> Path:
+    """Parse a path, and expand `~`, which shells leave unchanged in `--json=~/FILE`.
+
+    Raises:
+        typer.BadParameter: It is empty, or no file can have that path: an unknown user, a loop of symbolic links, or a
+            name that is too long.
+    """
+    try:
+        return as_path(text)
+    except UnknownArgumentError as error:
+        raise typer.BadParameter(str(error)) from error
+    except CheckpointError as error:
+        details = "; ".join(f"{problem.subject} {problem.detail}" for problem in error.problems)
+        raise typer.BadParameter(visible(details)) from error
+
+
+def existing_file(text: str) -> Path:
+    """Parse the path of a file to read.
+
+    Raises:
+        typer.BadParameter: See `any_path`. Also if there is no such file, or it is a directory.
+    """
+    if not (path := any_path(text)).exists():
+        raise typer.BadParameter(f"no such file: {text}")
+    if path.is_dir():
+        raise typer.BadParameter(f"{text} is a directory, expected a file")
+    return path
 
 
 def checkpoint_path(text: str) -> Path:
@@ -24,7 +55,7 @@ def checkpoint_path(text: str) -> Path:
     Raises:
         typer.BadParameter: The directory does not exist, or its `config.json` is missing or damaged.
     """
-    path = Path(text).expanduser()
+    path = any_path(text)
     if path.is_file():
         if is_gguf(path):
             return path
@@ -33,7 +64,7 @@ def checkpoint_path(text: str) -> Path:
         return path
     if not path.is_dir():
         raise typer.BadParameter(f"no such directory: {text}{similar_checkpoint(path)}")
-    if (path / CONFIG_NAME).exists():
+    if os.path.lexists(path / CONFIG_NAME):  # also if it is a link to a file that does not exist
         _check_config(path / CONFIG_NAME)
     elif not (path / ADAPTER_CONFIG_NAME).exists() and not any(map(is_gguf, path.iterdir())):
         # Loading reports adapter directories and GGUF files in more detail.
@@ -43,20 +74,9 @@ def checkpoint_path(text: str) -> Path:
     return path
 
 
-def output_directory(text: str) -> Path:
-    """Parse a directory to write.
-
-    Raises:
-        typer.BadParameter: It is empty, as with a shell variable that is not set.
-    """
-    if not text:
-        raise typer.BadParameter("the path is empty: pass . for the current directory")
-    return Path(text)
-
-
 def config_path(text: str) -> Path:
     """Parse a checkpoint as `checkpoint_path` does, or a `config.json` file."""
-    path = Path(text).expanduser()
+    path = any_path(text)
     if path.is_file() and not is_gguf(path):
         _check_config(path)
         return path
@@ -72,7 +92,7 @@ def local_config_path(text: str) -> Path:
 
 
 def _require_exists(text: str) -> None:
-    if not (path := Path(text).expanduser()).exists():
+    if not (path := any_path(text)).exists():
         hint = similar_checkpoint(path, or_config=True)
         raise typer.BadParameter(f"no such file or directory: {text}{hint}")
 

@@ -13,7 +13,6 @@ import typer
 
 from nrl_models.cli.arguments import (
     BOUNDS,
-    DIR,
     ENGINE,
     INPUT,
     INT,
@@ -36,6 +35,7 @@ from nrl_models.cli.arguments import (
     input_file,
     number,
     output_file,
+    output_folder,
     torch_dtype,
 )
 from nrl_models.cli.console import output, show, write_json
@@ -159,10 +159,8 @@ def consistency(
     ignore_config_key: IgnoredConfigKeys = None,
     out: Annotated[
         Path | None,
-        typer.Option(
-            metavar=DIR,
-            help="Directory for measurements and report.html. \\[default: consistency/MODEL-DIGEST]",
-            rich_help_panel=OUTPUT,
+        output_folder(
+            "Directory for measurements and report.html. \\[default: consistency/MODEL-DIGEST]", panel=OUTPUT
         ),
     ] = None,
     fresh: Annotated[

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from nrl_models.cli.arguments import DIR
+from nrl_models.cli.arguments import output_folder
 from nrl_models.cli.checkpoint_paths import local_config_path
 from nrl_models.cli.console import show
 
@@ -23,9 +23,7 @@ def new(
     name: Annotated[str | None, typer.Option(metavar="NAME", help="Package name. \\[default: the model_type]")] = None,
     out_of_tree: Annotated[
         Path | None,
-        typer.Option(
-            metavar=DIR, help="Write an installable package to DIR. \\[default: write into your clone of nrl_models]"
-        ),
+        output_folder("Write an installable package to DIR. \\[default: write into your clone of nrl_models]"),
     ] = None,
     again: Annotated[
         bool,

@@ -9,7 +9,6 @@ import typer
 
 from nrl_models.cli.arguments import (
     BOUNDS,
-    DIR,
     ENGINE,
     INPUT,
     INT,
@@ -23,9 +22,11 @@ from nrl_models.cli.arguments import (
     JsonFile,
     input_size,
     number,
+    output_folder,
     torch_dtype,
     vllm_argument,
 )
+from nrl_models.cli.checkpoint_paths import any_path
 from nrl_models.cli.console import Command, CommandGroup, show, show_report, write_json
 from nrl_models.common.trust.servers import is_server
 
@@ -164,13 +165,10 @@ def embeddings(
     ] = 1e-8,
     reinitialize: Annotated[
         Path | None,
-        typer.Option(
-            "--reinitialize",
-            metavar=DIR,
-            help="Write the checkpoint to DIR with new values for rows that are near zero, constant or close to the "
-            "mean row, and for rows with NaN or infinity. Rows that only duplicate or resemble other rows do not "
-            "change.",
-            rich_help_panel=OUTPUT,
+        output_folder(
+            "Write the checkpoint to DIR with new values for rows that are near zero, constant or close to the mean "
+            "row, and for rows with NaN or infinity. Rows that only duplicate or resemble other rows do not change.",
+            panel=OUTPUT,
         ),
     ] = None,
     overwrite: Annotated[
@@ -253,6 +251,7 @@ def prefix_caching(
     engine_python: Annotated[
         list[Path] | None,
         typer.Option(
+            parser=any_path,
             metavar="ENVIRONMENT",
             help="Run the vLLM of this Python environment (directory or interpreter). Repeat it to compare versions of "
             "vLLM. \\[default: the environment of this command]",

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from nrl_models.cli.arguments import FILE, JsonFile
+from nrl_models.cli.checkpoint_paths import existing_file
 from nrl_models.cli.console import show, write_json
 
 
@@ -15,8 +16,7 @@ def replay(
     file: Annotated[
         Path,
         typer.Argument(
-            exists=True,
-            dir_okay=False,
+            parser=existing_file,
             metavar=FILE,
             help="Capsule, written by nrl-models consistency --capsule or by nrl_models.watch.",
         ),

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from nrl_models.cli.arguments import DIR, JsonFile, saved_to
+from nrl_models.cli.arguments import JsonFile, output_folder, saved_to
 from nrl_models.cli.console import show, show_report, status
 
 
@@ -32,7 +32,7 @@ def train(
     listed: Annotated[bool, typer.Option("--list", help="List the bundled recipes and exit.")] = False,
     out: Annotated[
         Path | None,
-        typer.Option(metavar=DIR, help="Save the trained model and its tokenizer to DIR.", callback=saved_to),
+        output_folder("Save the trained model and its tokenizer to DIR.", callback=saved_to),
     ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="With --out: replace the checkpoint in DIR.")] = False,
     json_file: JsonFile = None,

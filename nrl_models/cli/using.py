@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from nrl_models.cli.arguments import (
-    DIR,
     INT,
     CheckpointPath,
     IgnoredConfigKeys,
@@ -20,11 +19,12 @@ from nrl_models.cli.arguments import (
     dtype_or_auto,
     mesh_sizes,
     number,
+    output_folder,
     saved_to,
     torch_dtype,
 )
 from nrl_models.cli.certifying import show_certificate
-from nrl_models.cli.checkpoint_paths import config_path, output_directory
+from nrl_models.cli.checkpoint_paths import any_path, config_path
 from nrl_models.cli.console import show, show_checks, write_json
 from nrl_models.cli.result_cache import cached_result
 from nrl_models.common.flags import MEANINGS, ModelFlag
@@ -34,9 +34,7 @@ if TYPE_CHECKING:
 
 
 def demo(
-    out: Annotated[Path, typer.Option(metavar=DIR, help="Directory for checkpoints.", callback=saved_to)] = Path(
-        "demo"
-    ),
+    out: Annotated[Path, output_folder("Directory for checkpoints.", callback=saved_to)] = Path("demo"),
     steps: Annotated[int, typer.Option(metavar=INT, help="Training steps.", min=1)] = 100,
     real: Annotated[
         bool,
@@ -126,7 +124,7 @@ def _inspection(path: Path) -> dict[str, Any]:
 
 def convert(
     source: CheckpointPath,
-    target: Annotated[Path, typer.Argument(parser=output_directory, metavar="OUT", help="Directory to write.")],
+    target: Annotated[Path, typer.Argument(parser=any_path, metavar="OUT", help="Directory to write.")],
     dtype: Annotated[
         str,
         dtype_argument("Dtype of the written tensors. auto keeps the dtype of each tensor.", parser=dtype_or_auto),

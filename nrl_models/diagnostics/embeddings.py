@@ -24,7 +24,7 @@ from nrl_models.common.checkpoint.files import CheckpointFiles
 from nrl_models.common.checkpoint.generations import RECORD, TEMPLATES
 from nrl_models.common.checkpoint.local_path import is_gguf
 from nrl_models.common.checkpoint.resolve_folder import resolve_folder
-from nrl_models.common.checkpoint.writing import require_replaceable, staged
+from nrl_models.common.checkpoint.writing import folder_to_write, require_replaceable, staged
 from nrl_models.common.dtypes import dtype_name
 from nrl_models.common.gguf.gguf_files import open_files
 from nrl_models.common.modules import class_name, input_embeddings
@@ -53,7 +53,7 @@ def diagnose_embeddings(
     *,
     near_zero: float = NEAR_ZERO,
     identical: float = IDENTICAL,
-    reinitialize: Path | None = None,
+    reinitialize: str | Path | None = None,
     overwrite: bool = False,
     seed: int = 0,
     tokenizer: PreTrainedTokenizerBase | None = None,
@@ -75,9 +75,11 @@ def diagnose_embeddings(
     Raises:
         CheckpointError: If the files have no embeddings, or are damaged. Also if `reinitialize` is the checkpoint
             itself, or has a checkpoint and `overwrite` is False.
+        UnknownArgumentError: If no directory can have the path `reinitialize`, see `folder_to_write`.
     """
     folder = resolve_folder(path)
     if reinitialize is not None:
+        reinitialize = folder_to_write(reinitialize)
         require_replaceable(folder, reinitialize, overwrite=overwrite)
     if reinitialize is not None and is_gguf(folder):
         problem = Problem(ProblemKind.FORMAT, folder.name, "is a GGUF file, and rows are reinitialized in safetensors")

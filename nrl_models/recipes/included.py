@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from nrl_models import families
-from nrl_models.errors import Problem, ProblemKind, RecipeError, did_you_mean
+from nrl_models.common.checkpoint.local_path import as_path
+from nrl_models.errors import CheckpointError, Problem, ProblemKind, RecipeError, did_you_mean
 
 _FAMILIES = Path(families.__file__).parent
 
@@ -22,16 +23,20 @@ def recipe_file(name: str) -> Path:
     """Return the file of a recipe, from a path or a name in `recipes`.
 
     Raises:
-        RecipeError: If there is none. The message has the most similar names.
+        RecipeError: If there is none, or no file can have that path. The message has the most similar names.
     """
-    file = Path(name).expanduser()
+    try:
+        file = as_path(name)
+    except CheckpointError as error:
+        raise RecipeError("no such recipe", error.problems, ["correct the path"]) from error
     if file.is_file():
         return file
     known = recipes()
     if name in known:
         return known[name]
     hint = did_you_mean(name, known, count=3)
-    problem = Problem(ProblemKind.FILE, name, f"is neither a file nor a bundled recipe{hint}")
+    detail = "is a directory, expected a YAML file" if file.is_dir() else "is neither a file nor a bundled recipe"
+    problem = Problem(ProblemKind.FILE, name, f"{detail}{hint}")
     raise RecipeError("no such recipe", [problem], ["`nrl-models train --list` shows the bundled recipes"])
 
 

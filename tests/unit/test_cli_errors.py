@@ -3,16 +3,28 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
 from transformers import LlamaConfig
 from typer.testing import CliRunner
 
 import nrl_models
 from nrl_models.cli import app
+from nrl_models.common.checkpoint.local_path import CACHE_VARIABLE, cache_directory
 from nrl_models.common.trust.own_folder import MARKER, claim, default_folder, why_not_claimed
-from nrl_models.errors import CheckpointError, DeviceError, EngineError, UnknownArgumentError
+from nrl_models.engines.processes.environment import interpreter_of
+from nrl_models.errors import (
+    CheckpointError,
+    DeviceError,
+    EngineError,
+    EngineUnavailableError,
+    RecipeError,
+    UnknownArgumentError,
+)
 from nrl_models.onboarding.plan_table import GIB, MIB, compared
+from nrl_models.recipes import recipe_file
 from tests.unit.printed import unframed
 
 
@@ -64,7 +76,7 @@ def test_suggested_paths_are_valid_for_command(models: Path) -> None:
 def test_convert_to_empty_path_raises(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A shell variable that is not set. The current directory would be written."""
     monkeypatch.chdir(models)
-    assert "the path is empty: pass . for the current directory" in output("convert", models / "checkpoint", "")
+    assert "the path is empty: pass '.' for the current directory" in output("convert", models / "checkpoint", "")
     assert [path.name for path in models.iterdir()] == ["checkpoint"]
 
 
@@ -105,3 +117,74 @@ def test_results_folder_is_named_after_hub_repository(tmp_path: Path, monkeypatc
     monkeypatch.chdir(tmp_path)
     snapshot = tmp_path / "models--Qwen--Qwen3-8B" / "snapshots" / "abc123"
     assert default_folder("consistency", snapshot, "0123456789").name == "Qwen3-8B-01234567"
+
+
+UNKNOWN_USER, NO_HOME = "~nobody-here/x", "'~nobody-here/x' is not a path: Could not determine home directory"
+
+PATH_ARGUMENTS = (
+    ("inspect", "{}"),
+    ("quirks", "{}"),
+    ("new", "{}"),
+    ("convert", "checkpoint", "{}"),
+    ("inspect", "checkpoint", "--json", "{}"),
+    ("demo", "--out", "{}"),
+    ("train", "demo/sft", "--out", "{}"),
+    ("consistency", "checkpoint", "--text", "{}"),
+    ("consistency", "checkpoint", "--out", "{}"),
+    ("certify", "checkpoint", "--markdown", "{}"),
+    ("replay", "{}"),
+    ("diagnose", "embeddings", "checkpoint", "--reinitialize", "{}"),
+    ("diagnose", "prefix-caching", "checkpoint", "--engine-python", "{}"),
+)
+
+
+@pytest.mark.parametrize("arguments", PATH_ARGUMENTS, ids=" ".join)
+def test_impossible_path_raises_before_command_runs(
+    arguments: tuple[str, ...], models: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(models)
+    Path("loop").symlink_to("loop")
+    before = sorted(models.rglob("*"))
+    assert NO_HOME in output(*(argument.format(UNKNOWN_USER) for argument in arguments))
+    loop = output(*(argument.format("loop") for argument in arguments))
+    assert "'loop' is not a path: Too many levels of symbolic links" in loop
+    assert sorted(models.rglob("*")) == before
+
+
+def test_every_path_argument_has_a_parser() -> None:
+    """Only parsers of this library expand `~`."""
+    command: Any = typer.main.get_command(app)
+    commands = [*command.commands.values(), *command.commands["diagnose"].commands.values()]
+    descriptors = {f"{each.name} {param.name}": param.type_descriptor for each in commands for param in each.params}
+    paths = {name: each for name, each in descriptors.items() if "Path" in str(each.annotation)}
+    assert "consistency images" in paths
+    assert not [name for name, each in paths.items() if each.parameter_info.parser is None]
+
+
+def test_home_directory_is_expanded(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(models))
+    monkeypatch.chdir(models)
+    output("inspect", "~/checkpoint", "--json", "~/written.json", code=0)
+    assert (models / "written.json").is_file()
+    assert not (models / "~").exists()
+
+
+def test_link_to_missing_config_is_reported(models: Path) -> None:
+    (models / "copied").mkdir()
+    (models / "copied" / "config.json").symlink_to("../blobs/0123")
+    assert "config.json cannot be read: FileNotFoundError" in output("inspect", models / "copied")
+
+
+@pytest.mark.parametrize("name", [UNKNOWN_USER, "x" * 300, "loop/x"])
+def test_impossible_path_of_recipe_interpreter_or_cache_raises(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("loop").symlink_to("loop")
+    with pytest.raises(RecipeError, match=r"no such recipe .*\n.*is not a path"):
+        recipe_file(name)
+    with pytest.raises(EngineUnavailableError, match=r"no Python: .* is not a path"):
+        interpreter_of(name)
+    monkeypatch.setenv(CACHE_VARIABLE, name)
+    with pytest.raises(CheckpointError, match=rf"cannot use {CACHE_VARIABLE} .*\n.*is not a path"):
+        cache_directory()

@@ -35,8 +35,8 @@ def as_path(path_or_id: str | os.PathLike[str]) -> Path:
 
     Raises:
         UnknownArgumentError: If it is neither a string nor a path, or empty.
-        CheckpointError: If no file can have that path: a null byte, an unknown user, or too many characters. Also if a
-            directory that contains it may not be read.
+        CheckpointError: If no file can have that path: a null byte, an unknown user, a loop of symbolic links, or too
+            many characters. Also if a directory that contains it may not be read.
     """
     if not isinstance(path_or_id, str | os.PathLike) or not isinstance(os.fspath(path_or_id), str):
         raise UnknownArgumentError(f"{shown(path_or_id)}: expected a directory, a file or the name of a hub repository")
@@ -45,7 +45,7 @@ def as_path(path_or_id: str | os.PathLike[str]) -> Path:
     try:
         path = Path(path_or_id).expanduser()
         with suppress(FileNotFoundError, NotADirectoryError):
-            os.lstat(path)
+            os.stat(path)
     except PermissionError as error:
         raise not_permitted(path, error) from error
     except (OSError, RuntimeError, ValueError) as error:
@@ -131,9 +131,16 @@ def checkpoints_below(folder: Path) -> str:
 
 
 def cache_directory() -> Path:
-    """Return the directory for downloads and results: `$NRL_MODELS_CACHE`, or `nrl_models` in the user's cache."""
+    """Return the directory for downloads and results: `$NRL_MODELS_CACHE`, or `nrl_models` in the user's cache.
+
+    Raises:
+        CheckpointError: If no directory can have the path in `$NRL_MODELS_CACHE`, see `as_path`.
+    """
     if own := os.environ.get(CACHE_VARIABLE):
-        return Path(own).expanduser()
+        try:
+            return as_path(own)
+        except CheckpointError as error:
+            raise CheckpointError(f"cannot use {CACHE_VARIABLE}", error.problems, ["correct the variable"]) from error
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "nrl_models"
 
 

@@ -28,7 +28,7 @@ def folder_to_write(folder: str | os.PathLike[str]) -> Path:
 
     Raises:
         UnknownArgumentError: If it is neither a string nor a path, is empty, or no directory can have that path: an
-            unknown user's home directory, a null byte, too many characters.
+            unknown user's home directory, a null byte, a loop of symbolic links, too many characters.
     """
     if not isinstance(folder, str | os.PathLike) or not isinstance(os.fspath(folder), str):
         raise UnknownArgumentError(f"{shown(folder)}: expected a directory to save into, as a string or a path")
@@ -37,7 +37,7 @@ def folder_to_write(folder: str | os.PathLike[str]) -> Path:
     try:
         path = Path(folder).expanduser()
         with suppress(FileNotFoundError, NotADirectoryError, PermissionError):
-            os.lstat(path)
+            os.stat(path)
     except (OSError, RuntimeError, ValueError) as error:
         detail = getattr(error, "strerror", None) or error
         raise UnknownArgumentError(f"{shown(str(folder))} is not a directory to save into: {detail}") from error

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from nrl_models.common.checkpoint.local_path import as_path
 from nrl_models.common.checkpoint.resolve_folder import resolve_folder
 from nrl_models.common.dtypes import dtype_name
 from nrl_models.engines.answers import Checked
@@ -22,7 +23,7 @@ from nrl_models.engines.engine_types import VLLM_TEMPERATURES, Capabilities, Sam
 from nrl_models.engines.input_checks import plain_tokens, require_max_length
 from nrl_models.engines.processes.worker_process import WorkerProcess
 from nrl_models.engines.vllm.vllm_start import KV_CACHE_BYTES
-from nrl_models.errors import EngineError, EngineUnavailableError
+from nrl_models.errors import CheckpointError, EngineError, EngineUnavailableError
 from nrl_models.inputs.tokenizers import end_tokens
 from nrl_models.loading.read_config import read_config
 from nrl_models.logprobs.sampling import Sampling
@@ -171,9 +172,13 @@ def interpreter_of(environment: str | Path) -> Path:
     """Return the interpreter of an environment, from its path or from the environment's directory.
 
     Raises:
-        EngineUnavailableError: If there is none.
+        EngineUnavailableError: If there is none, or no file can have that path.
     """
-    path = Path(environment).expanduser()
+    try:
+        path = as_path(environment)
+    except CheckpointError as error:
+        details = "; ".join(f"{problem.subject} {problem.detail}" for problem in error.problems)
+        raise EngineUnavailableError(f"no Python: {details}") from error
     candidates = (path / "bin" / "python", path / "Scripts" / "python.exe") if path.is_dir() else (path,)
     for candidate in candidates:
         if candidate.is_file():

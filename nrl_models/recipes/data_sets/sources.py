@@ -11,7 +11,8 @@ from huggingface_hub import HfApi
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
 from nrl_models.common.checkpoint.json_reading import MOST_BYTES, open_regular, parse_object
-from nrl_models.errors import Problem, ProblemKind, RecipeError, one_line, suggestion
+from nrl_models.common.checkpoint.local_path import as_path
+from nrl_models.errors import CheckpointError, Problem, ProblemKind, RecipeError, one_line, suggestion
 
 SUFFIXES = (".jsonl", ".json", ".jsonlines", ".ndjson", ".csv", ".tsv", ".txt", ".parquet", ".arrow", ".gz", ".zip")
 """Suffixes of data files. Names of data sets on the hub have none of them, nor one that is spelled similarly."""
@@ -30,12 +31,13 @@ def local_path(path: str) -> Path:
 
     Raises:
         RecipeError: If nothing exists there and `path` is not the name of a data set: it starts with `.`, `/` or `~`,
-            has a suffix of data files, or is in an existing directory. The message has the most similar file.
+            has a suffix of data files, or is in an existing directory. The message has the most similar file. Also if
+            no file can have that path.
     """
     try:
-        file = Path(path).expanduser()
-    except RuntimeError as error:
-        raise refused(path, str(error)) from error
+        file = as_path(path)
+    except CheckpointError as error:
+        raise RecipeError("cannot use the data", error.problems, ["correct the path"]) from error
     is_file_name = path.startswith((".", "/", "~")) or bool(get_close_matches(file.suffix, SUFFIXES, cutoff=0.8))
     if not file.exists() and "://" not in path and (is_file_name or ("/" in path and file.parent.is_dir())):
         names = [each.name for each in file.parent.glob("*") if each.suffix == ".jsonl" or each.is_dir()]

@@ -18,7 +18,7 @@ from nrl_models import AutoModelForCausalLM
 from nrl_models.cli import app
 from nrl_models.common.checkpoint.files import CheckpointFiles
 from nrl_models.diagnostics.embeddings import diagnose_embeddings, ranges
-from nrl_models.errors import CheckpointError
+from nrl_models.errors import CheckpointError, UnknownArgumentError
 from nrl_models.testing.tiny import tiny_config
 
 PADDING, ZERO, CONSTANT = 0, [1, 7, 300], [40]
@@ -146,6 +146,16 @@ def test_reinitialize_requires_overwrite(untrained: Path, tmp_path: Path) -> Non
     assert [path.name for path in other.iterdir()] == ["model-00001-of-00002.safetensors"]
     diagnose_embeddings(untrained, reinitialize=other, overwrite=True)
     assert diagnose_embeddings(other).passed
+
+
+def test_reinitialize_expands_home_directory(untrained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    diagnose_embeddings(untrained, reinitialize="~/mended")
+    assert (tmp_path / "home" / "mended" / "config.json").is_file()
+    assert not (tmp_path / "~").exists()
+    with pytest.raises(UnknownArgumentError, match=r"'~nobody-here' is not a directory to save into"):
+        diagnose_embeddings(untrained, reinitialize="~nobody-here")
 
 
 def test_no_healthy_rows_raise(folder: Path, tmp_path: Path) -> None:
