@@ -34,7 +34,7 @@ from nrl_models.engines.engine_types import (
     Tokens,
 )
 from nrl_models.engines.group_calls import with_groups
-from nrl_models.engines.input_checks import require_max_length, require_recordable
+from nrl_models.engines.input_checks import require_options, require_recordable
 from nrl_models.engines.refit_targets import RefitTargets
 from nrl_models.errors import DeviceError, EngineError, NRLModelsError, one_line
 from nrl_models.inputs.images import cast, takes_images
@@ -100,12 +100,8 @@ class HFEngine(Engine):
             EngineError: If an option is unknown or invalid, or transformers cannot load the checkpoint.
             DeviceError: If the device does not exist, or is meta.
         """
-        wrong = [*unknown, *([f"load_format={load_format}"] if load_format not in ("auto", "dummy") else [])]
-        if wrong:
-            raise EngineError(
-                f"hf-generate has no option {', '.join(wrong)}: expected device, load_format=auto|dummy, seed"
-            )
-        require_max_length(max_length)
+        known = ("device", "dtype", "load_format", "max_length", "seed")
+        require_options("hf-generate", unknown, known, load_format=load_format, max_length=max_length, seed=seed)
         if present_device(device).type == "meta":
             raise DeviceError(f"device={str(device)!r} cannot hold weights: start the engine on cpu or an accelerator")
         if load_format == "dummy":

@@ -41,7 +41,7 @@ from nrl_models.engines.engine_types import (
 )
 from nrl_models.engines.http_connection import COMPLETIONS, TIMEOUT, ServerConnection
 from nrl_models.engines.http_probes import INVALID, NEUTRAL, ServerProbes
-from nrl_models.engines.input_checks import require_max_length
+from nrl_models.engines.input_checks import require_options
 from nrl_models.engines.transfer.clients import ServerClient
 from nrl_models.engines.transfer.sender import Sender
 from nrl_models.errors import EngineError, shown
@@ -141,10 +141,9 @@ class HTTPEngine(Engine):
         folder = resolve_folder(path)
         config = read_config(folder)
         vocabulary = getattr(config.get_text_config(), "vocab_size", None)
-        known = ("model", "api_key", "timeout", "deltas")
-        if unknown := options.keys() - set(known):
-            raise EngineError(f"a server has no option {', '.join(sorted(unknown))}: expected {', '.join(known)}")
-        require_max_length(max_length)
+        own_options = ("model", "api_key", "timeout", "deltas")
+        unknown = sorted(options.keys() - set(own_options))
+        require_options("a server", unknown, (*own_options, "dtype", "max_length"), max_length=max_length)
         if (timeout := options.get("timeout")) is not None and not (is_number(timeout, 0.0) and timeout):
             raise EngineError(f"timeout={shown(timeout)}: expected a positive number")
         settings = generation_settings(folder)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from numbers import Integral
 from typing import Any, Protocol
 
@@ -12,7 +12,7 @@ import torch
 from nrl_models.common.forward.processor_outputs import contradictions, without_tokens
 from nrl_models.common.value_checks import is_integer
 from nrl_models.engines.engine_types import Capabilities, Tokens
-from nrl_models.errors import EngineError, itemised, shown
+from nrl_models.errors import EngineError, did_you_mean, itemised, shown
 from nrl_models.logprobs.sampling import Sampling
 
 
@@ -53,14 +53,52 @@ def require_limits(engine: Limited, sampling: Sampling, max_new_tokens: int) -> 
         )
 
 
+SEEDS = -(2**63), 2**64 - 1
+"""The smallest and the largest random seed that torch accepts."""
+
+
+def require_options(
+    engine: str,
+    unknown: Iterable[str],
+    known: Sequence[str],
+    *,
+    load_format: Any = "auto",
+    max_length: Any = None,
+    seed: Any = 0,
+) -> None:
+    """Check the options that were passed to an engine.
+
+    Args:
+        engine: The engine's name, for the error.
+        unknown: Names of options that it does not have.
+        known: Names of its options.
+        load_format: `auto` or `dummy`.
+        max_length: None or a positive whole number.
+        seed: A random seed of torch.
+
+    Raises:
+        EngineError: If options are unknown or have invalid values. The message lists all of them.
+    """
+    wrong = []
+    if names := [f"{name}{did_you_mean(name, known)}" for name in unknown]:
+        wrong.append(f"{engine} has no option {', '.join(names)}: expected {', '.join(known)}")
+    if load_format not in ("auto", "dummy"):
+        wrong.append(f"load_format={shown(load_format)}: expected auto or dummy")
+    if max_length is not None and not is_integer(max_length, 1):
+        wrong.append(f"max_length={shown(max_length)}: expected a positive whole number")
+    if not is_integer(seed, *SEEDS):
+        wrong.append(f"seed={shown(seed)}: expected a whole number from -2**63 to 2**64 - 1")
+    if wrong:
+        raise EngineError("; ".join(wrong))
+
+
 def require_max_length(value: Any) -> None:
     """Check that an engine's length limit is None or a positive whole number.
 
     Raises:
         EngineError: If it is not.
     """
-    if value is not None and not is_integer(value, 1):
-        raise EngineError(f"max_length={shown(value)}: expected a positive whole number")
+    require_options("", (), (), max_length=value)
 
 
 def require_lengths(engine: Limited, sequences: Sequence[Tokens], more: int = 0) -> None:

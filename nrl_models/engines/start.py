@@ -48,7 +48,8 @@ def start_engine(
             - `mlx`, `megatron`: none.
 
     Raises:
-        EngineError: If the name is unknown, or the engine is not installed or does not start.
+        EngineError: If the name or an option is unknown, an option has an invalid value, or the engine is not installed
+            or does not start.
         CheckpointError: If a file of the checkpoint is a link to a file outside of its directory, or vLLM or mlx-lm
             would read other weights than the checkpoint has.
 

@@ -19,7 +19,7 @@ from nrl_models.common.dtypes import dtype_name
 from nrl_models.engines.answers import Checked
 from nrl_models.engines.base import Engine
 from nrl_models.engines.engine_types import BUCKET_BYTES, Capabilities, NamedTensor, Sample, Tokens, prompt_seeds
-from nrl_models.engines.input_checks import require_max_length
+from nrl_models.engines.input_checks import require_options
 from nrl_models.engines.processes.worker_process import WorkerProcess
 from nrl_models.engines.transfer.transports import LOCAL, message_of
 from nrl_models.errors import EngineError, EngineUnavailableError
@@ -81,10 +81,8 @@ class WorkerEngine(Engine):
             EngineError: If the package is not installed, lacks the model, or cannot load the checkpoint. Also if an
                 option is unknown or has an invalid value.
         """
-        wrong = [*unknown, *([f"load_format={load_format}"] if load_format not in ("auto", "dummy") else [])]
-        if wrong:
-            raise EngineError(f"{cls.name} has no option {', '.join(wrong)}: expected load_format=auto|dummy, seed")
-        require_max_length(max_length)
+        known = ("dtype", "load_format", "max_length", "seed")
+        require_options(cls.name, unknown, known, load_format=load_format, max_length=max_length, seed=seed)
         cls.require_installed()
         folder = resolve_folder(path)
         config = read_config(folder)
@@ -95,7 +93,7 @@ class WorkerEngine(Engine):
                     "path": str(folder),
                     "dtype": None if dtype is None else dtype_name(dtype),
                     "weights": load_format == "auto",
-                    "seed": seed,
+                    "seed": int(seed),
                 }
             )
             return cls(worker, described, max_length or model_limit(config), end_tokens(folder, config))

@@ -325,8 +325,21 @@ def test_decode_last_requires_two_tokens(engine: HFEngine) -> None:
 
 
 def test_unknown_options_raise(checkpoint: Path) -> None:
-    with pytest.raises(EngineError, match="enforce_eager, load_format=fast"):
+    match = r"has no option enforce_eager: expected device, .*; load_format='fast': expected auto or dummy"
+    with pytest.raises(EngineError, match=match):
         start_engine("hf-generate", checkpoint, load_format="fast", enforce_eager=True)
+
+
+def test_misspelled_option_gets_suggestion(checkpoint: Path) -> None:
+    expected = "device, dtype, load_format, max_length, seed$"
+    with pytest.raises(EngineError, match=rf"has no option dtyp \(did you mean dtype\?\): expected {expected}"):
+        start_engine("hf-generate", checkpoint, dtyp="float32")
+
+
+@pytest.mark.parametrize("seed", ["x", 2**70, -(2**64), 1.5, True, None])
+def test_invalid_seed_raises(checkpoint: Path, seed: Any) -> None:
+    with pytest.raises(EngineError, match=r"seed=.*: expected a whole number from -2\*\*63"):
+        start_engine("hf-generate", checkpoint, load_format="dummy", seed=seed)
 
 
 @pytest.mark.parametrize("device", ["meta", torch.device("meta"), "meta:0"])

@@ -221,7 +221,7 @@ def test_unsupported_model_and_option_raise(tmp_path: Path, engine_name: str) ->
     new_model(tiny_config(transformers.BioGptConfig)).save_pretrained(tmp_path)
     with pytest.raises(EngineError, match=UNSUPPORTED[engine_name]):
         start_engine(engine_name, tmp_path)
-    with pytest.raises(EngineError, match=rf"{engine_name} has no option python: expected load_format"):
+    with pytest.raises(EngineError, match=rf"{engine_name} has no option python: expected dtype, load_format"):
         start_engine(engine_name, tmp_path, python="x")
 
 
