@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedConfig
 
 from nrl_models.common.backend import BackendConfig
+from nrl_models.common.config.ignored import key_names
 from nrl_models.common.dtypes import named_dtype
 from nrl_models.common.logs import get_logger
 from nrl_models.errors import UnknownArgumentError, did_you_mean, shown
@@ -130,6 +131,25 @@ def _wrong_types(keywords: Mapping[str, Any]) -> list[str]:
     ]
 
 
+def _wrong_keys(keys: Any) -> str:
+    """Return the problem with `ignore_config_keys`, or an empty string."""
+    try:
+        key_names(() if keys is None else keys)
+    except UnknownArgumentError as error:
+        return str(error)
+    return ""
+
+
+def _wrong_quantization(value: Any) -> str:
+    """Return the problem with the type of `quantization_config`, or an empty string."""
+    if value is None or isinstance(value, Mapping) or (hasattr(value, "quant_method") and not isinstance(value, type)):
+        return ""
+    return (
+        f"quantization_config={shown(value)}: expected a configuration of transformers, for example "
+        "transformers.BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type='nf4'), or its dictionary"
+    )
+
+
 def _wrong_renaming(pattern: object, target: object) -> str:
     """Return the problem with an entry of `key_mapping`, or an empty string."""
     try:
@@ -171,6 +191,8 @@ def by_own_names(keywords: Mapping[str, Any]) -> dict[str, Any]:
             "peft.PeftModel.from_pretrained(model, folder)"
         )
     wrong += _wrong_types(keywords)
+    wrong += filter(None, (_wrong_keys(keywords.get("ignore_config_keys")),))
+    wrong += filter(None, (_wrong_quantization(keywords.get("quantization_config")),))
     if isinstance(mapping := keywords.get("key_mapping"), Mapping):
         wrong += filter(None, (_wrong_renaming(*renaming) for renaming in mapping.items()))
     found: dict[str, Any] = {}

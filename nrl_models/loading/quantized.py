@@ -221,6 +221,8 @@ def load_quantized(
         keywords |= {name: getattr(options, name) for name in asked}
     keywords |= {name: getattr(options, name) for name in ("key_mapping", "variant", "ignore_mismatched_sizes")}
     load = vars(PreTrainedModel)["from_pretrained"].__func__  # a family's class overrides it
+    if isinstance(options.quantization_config, Mapping):  # other configurations checked their values when created
+        overrides = {**overrides, "quantization_config": options.quantization_config}
     try:
         # Never load a pickle, which transformers would use if there are no safetensors.
         with BUILDING, blaming(config, f"load {model_class.__name__} quantized", overrides):

@@ -9,6 +9,7 @@ from typing import Any
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from nrl_models.common.config.ignored import key_names
 from nrl_models.common.config.keys import BOOKKEEPING, generation_keys, is_read
 from nrl_models.common.config.recorded_keys import keys_of_training
 from nrl_models.common.config.walk import own_values, walk
@@ -43,7 +44,7 @@ def differences(
         model: A model that shall load the weights saved with it.
         ignored: Names or paths of keys that may also differ.
     """
-    ignored = {ignored} if isinstance(ignored, str) else set(ignored)
+    ignored = key_names(ignored)
     config_class, current = type(model.config), json.loads(model.config.to_json_string())
     if saved == current:
         return

@@ -5,7 +5,24 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 
+from nrl_models.errors import UnknownArgumentError, shown
+
 _ignored: frozenset[str] = frozenset()
+
+
+def key_names(keys: Collection[str] | str) -> set[str]:
+    """Return the keys of `ignore_config_keys`: one as a string, or a collection.
+
+    Raises:
+        UnknownArgumentError: If the argument is something else. An iterator would be empty when it is read again.
+    """
+    if isinstance(keys, str):
+        return {keys}
+    if isinstance(keys, Collection) and all(isinstance(key, str) for key in keys):
+        return set(keys)
+    raise UnknownArgumentError(
+        f"ignore_config_keys={shown(keys)}: expected a key of config.json, or a list of keys, as strings"
+    )
 
 
 def ignored_here() -> frozenset[str]:

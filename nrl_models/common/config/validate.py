@@ -10,7 +10,7 @@ from typing import Any
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from nrl_models.common.config.ignored import ignored_here
+from nrl_models.common.config.ignored import ignored_here, key_names
 from nrl_models.common.config.keys import (
     BOOKKEEPING,
     FORMER,
@@ -100,7 +100,7 @@ def examine(
 
     A known key is a problem if its value is not among the supported ones in `config_values` or in the ledger.
     """
-    ignored = {ignored} if isinstance(ignored, str) else set(ignored)
+    ignored = key_names(ignored)
     found = Findings(without_ignored(unused_keys(model_class, config), ignored))
     # Remote code may read keys in modules that are not searched.
     if not hasattr(model_class, "rewrites") and model_class.__module__.partition(".")[0] != "transformers":
@@ -113,7 +113,7 @@ def examine(
 
 def without_ignored(problems: Iterable[Problem], ignored: Collection[str] | str) -> list[Problem]:
     """Drop problems of keys that `ignored` or the command line has, by name, path or part of the path."""
-    names = ({ignored} if isinstance(ignored, str) else set(ignored)) | ignored_here()
+    names = key_names(ignored) | ignored_here()
     return [each for each in problems if not names & {each.subject, *each.subject.split(".")}]
 
 

@@ -29,6 +29,7 @@ from nrl_models.common.checkpoint.json_reading import read_object
 from nrl_models.common.checkpoint.local_path import CONFIG_NAME
 from nrl_models.common.checkpoint.writing import folder_to_write
 from nrl_models.common.config.comparison import differences
+from nrl_models.common.config.ignored import key_names
 from nrl_models.common.state_dict.adapter import StateDictAdapter
 from nrl_models.common.state_dict.blocks import Block
 from nrl_models.common.state_dict.kept_tensors import KeptTensor, keep, keeps_unused, kept_by
@@ -180,7 +181,8 @@ def load_checkpoint(
         ShardingError: If a rank died or could not read a file completely. The model's values are then undefined. Also
             if the model is not sharded, or a wrapper has parameters (PEFT's prompts).
         UnknownArgumentError: If `folder` is not a path, `model` is not a module, for example if the arguments are
-            swapped, or `optimizer` is not an optimizer.
+            swapped, `optimizer` is not an optimizer, or `ignore_config_keys` is neither a string nor a collection of
+            strings.
 
     Examples:
         >>> import torch
@@ -194,6 +196,7 @@ def load_checkpoint(
         {}
     """
     require_module(model, "load_checkpoint(folder, model, optimizer)")
+    ignore_config_keys = key_names(ignore_config_keys)
     model = sharded_model(model)
     sharding = sharding_of(model)
     mesh, what = sharding.mesh, f"load {folder}"

@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import WEIGHTS, assert_same, edit_config, edit_weights, stored
-from transformers import AutoConfig, Gemma3Config, LlamaConfig, PreTrainedModel
+from transformers import AutoConfig, BitsAndBytesConfig, Gemma3Config, LlamaConfig, PreTrainedModel
 from transformers import AutoModelForCausalLM as HFAuto
 from transformers import LlamaForCausalLM as HFLlama
 
 from nrl_models import AutoModelForCausalLM, AutoModelForSequenceClassification, BackendConfig, CheckpointError
 from nrl_models.common.checkpoint import files
+from nrl_models.distributed import load_checkpoint
 from nrl_models.errors import ConfigurationError, DeviceError, StateDictError, UnknownArgumentError
 from nrl_models.families.llama.model import LlamaForCausalLM
 from nrl_models.loading import keywords as of_keywords
@@ -368,3 +369,32 @@ def test_attn_implementation_applies_to_passed_text_config(order: int) -> None:
 def test_value_rejected_by_config_setter_raises(value: Any, folder: Path) -> None:
     with pytest.raises(UnknownArgumentError, match=f"num_labels={value!r}: LlamaConfig does not accept this value"):
         AutoModelForSequenceClassification.from_pretrained(folder, num_labels=value)
+
+
+@pytest.mark.parametrize("keys", [3, True, b"x", ["rope_scaling", 3], [["rope_scaling"]], iter(["rope_scaling"])])
+def test_ignore_config_keys_must_be_strings(keys: Any, folder: Path) -> None:
+    expected = r"ignore_config_keys=.*: expected a key of config.json, or a list of keys, as strings"
+    with pytest.raises(UnknownArgumentError, match=expected):
+        AutoModelForCausalLM.from_pretrained(folder, ignore_config_keys=keys)
+    config = AutoConfig.from_pretrained(folder)
+    for check in (
+        AutoModelForCausalLM.from_config,
+        lambda config, **keys: load_checkpoint("x", HFLlama(config), **keys),
+    ):
+        with pytest.raises(UnknownArgumentError, match=expected):
+            check(config, ignore_config_keys=keys)
+
+
+@pytest.mark.parametrize("value", ["nf4", 4, True, ["nf4"], BitsAndBytesConfig])
+def test_quantization_config_of_another_type_raises(value: Any, folder: Path) -> None:
+    expected = r"quantization_config=.*: expected a configuration of transformers, for example .*load_in_4bit=True"
+    with pytest.raises(UnknownArgumentError, match=expected):
+        AutoModelForCausalLM.from_pretrained(folder, quantization_config=value)
+
+
+@pytest.mark.parametrize(
+    "value", [{}, {"quant_method": "nf4"}, {"load_in_4bit": "yes", "quant_method": "bitsandbytes"}]
+)
+def test_error_names_invalid_quantization_dictionary(value: dict[str, Any], folder: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"(?s)quantization_config.*was passed as .*pass a different value"):
+        AutoModelForCausalLM.from_pretrained(folder, quantization_config=value)
