@@ -7,6 +7,7 @@ read. `embedding_rows` defines when a row is untrained.
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
@@ -23,6 +24,7 @@ from nrl_models.auto import auto_class_for
 from nrl_models.common.checkpoint.files import CheckpointFiles
 from nrl_models.common.checkpoint.generations import RECORD, TEMPLATES
 from nrl_models.common.checkpoint.local_path import is_gguf
+from nrl_models.common.checkpoint.named_weights import is_index, movable_index
 from nrl_models.common.checkpoint.resolve_folder import resolve_folder
 from nrl_models.common.checkpoint.writing import folder_to_write, require_replaceable, staged
 from nrl_models.common.dtypes import dtype_name
@@ -308,7 +310,10 @@ def write_reinitialized(folder: Path, target: Path, summaries: Sequence[Embeddin
                     keys, metadata = sorted(new_rows.keys() & set(stored.keys())), stored.metadata()
             if not keys:
                 (stage / path).parent.mkdir(exist_ok=True)
-                shutil.copy2(source, stage / path)
+                if is_index(path.name) and (index := movable_index(folder / path)) is not None:
+                    (stage / path).write_text(json.dumps(index, indent=2))
+                else:
+                    shutil.copy2(source, stage / path)
                 continue
             tensors = safetensors.torch.load_file(source)
             for key in keys:

@@ -9,12 +9,13 @@ from typing import Any
 from transformers import GenerationConfig, PreTrainedConfig
 
 from nrl_models.common.checkpoint.generations import require_links_inside
+from nrl_models.common.checkpoint.json_reading import POINTER, POINTER_ADVICE, pointers_in
 from nrl_models.common.checkpoint.local_path import is_gguf
 from nrl_models.common.config.generation import generation_settings
 from nrl_models.common.gguf import gguf_tables
 from nrl_models.common.logs import get_logger
 from nrl_models.common.value_checks import is_integer
-from nrl_models.errors import ConfigurationError, ConsistencyError, Problem, ProblemKind, one_line, shown
+from nrl_models.errors import ConfigurationError, ConsistencyError, Problem, ProblemKind, listed, one_line, shown
 
 logger = get_logger(__name__)
 
@@ -37,6 +38,9 @@ def load_tokenizer(path: str | Path) -> Any | None:
     try:
         return AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     except Exception as error:  # any error of the tokenizer's code
+        if pointers := pointers_in(Path(path)):
+            problem = f"the tokenizer in {path} does not load: {listed(pointers)} {POINTER}"
+            raise ConsistencyError(problem, f"  What to do: {POINTER_ADVICE}") from error
         raise ConsistencyError(f"the tokenizer in {path} does not load: {one_line(error)}") from error
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from nrl_models.common.config.walk import parts
 from nrl_models.common.gguf import gguf_tables
 from nrl_models.common.trust.hub_kernels import refuse_hub_kernels
 from nrl_models.common.trust.other_models import refuse_timm_files
+from nrl_models.common.upstream import class_of_transformers
 from nrl_models.errors import (
     CheckpointError,
     ConfigurationError,
@@ -163,12 +164,27 @@ def _needs_its_code(folder: Path, trust_remote_code: bool) -> bool:
             "default. Review that code. If you trust it, load the model in Python with "
             "from_pretrained(..., trust_remote_code=True). The nrl-models commands never run it."
         )
+    if not model_type:
+        raise _without_model_type(folder, names or ())
     hint = did_you_mean(model_type, CONFIG_MAPPING, count=3)
     raise UnknownArchitectureError(
         f"{_config_file(folder)} has model_type {model_type!r}{hint}, which neither transformers nor a "
         "registered family knows. Upgrade transformers if a newer release has it (`pip install --upgrade "
         "transformers`). For your own architecture, register the configuration class and a family: "
         "docs/add-a-family.md, nrl_models.register_architecture(..., config={model_type: class})."
+    )
+
+
+def _without_model_type(folder: Path, architectures: Sequence[str]) -> UnknownArchitectureError:
+    """Return the error for a configuration without `model_type`, which transformers' auto classes require."""
+    classes = {name: found for name in architectures if (found := class_of_transformers(name)) is not None}
+    types = {name: getattr(found.config_class, "model_type", "") for name, found in classes.items()}
+    advice = "add the model_type of the class that saved the checkpoint"
+    if known := {name: kind for name, kind in types.items() if kind in CONFIG_MAPPING}:
+        advice = "add " + " or ".join(f'"model_type": "{kind}" (for {name})' for name, kind in known.items())
+    return UnknownArchitectureError(
+        f"{_config_file(folder)} has no model_type, which selects the configuration's class",
+        f"  What to do: {advice}",
     )
 
 

@@ -14,7 +14,6 @@ from pathlib import Path, PurePosixPath
 from typing import BinaryIO, ClassVar
 
 import torch
-from safetensors import SafetensorError, safe_open
 
 from nrl_models.common.checkpoint.generations import (
     LINK_ADVICE,
@@ -26,22 +25,25 @@ from nrl_models.common.checkpoint.generations import (
     was_replaced,
 )
 from nrl_models.common.checkpoint.json_reading import MOST_BYTES, parse_object
-from nrl_models.common.checkpoint.local_path import CONFIG_NAME, INDEX_NAME, WEIGHTS_NAME, is_pickle, leaves
+from nrl_models.common.checkpoint.local_path import CONFIG_NAME, INDEX_NAME, WEIGHTS_NAME, is_pickle
 from nrl_models.common.checkpoint.named_weights import (
     KEY,
+    checked_index,
     conversion_advice,
     is_index,
+    name_inside,
     named_weights,
     only_pickles,
     pickles_in,
     problem_of,
+    without_weights,
 )
 from nrl_models.common.checkpoint.page_maps import ByteRange, joined, map_file, map_runs
-from nrl_models.common.checkpoint.stored_tensors import StoredTensor, stored_tensors
+from nrl_models.common.checkpoint.stored_tensors import StoredTensor, damage_of, stored_tensors
 from nrl_models.common.dtypes import dtype_name
 from nrl_models.common.process_state import no_collections
 from nrl_models.common.upstream import with_variant
-from nrl_models.errors import CheckpointError, Problem, ProblemKind, one_line
+from nrl_models.errors import CheckpointError, Problem, ProblemKind
 
 SAVE_AGAIN = "download or save the checkpoint again"
 
@@ -222,8 +224,7 @@ class CheckpointFiles:
         if found := pickles_in(self.folder):
             problems.append(only_pickles(self.folder, found, variant))
         else:
-            detail = f"has neither {self.weights_name} nor {self.index_name}"
-            problems.append(Problem(ProblemKind.FILE, str(self.folder), detail))
+            problems.append(without_weights(self.folder, self.weights_name, self.index_name))
         return {}
 
     def _differs_from_index(self, variant: str | None) -> list[Problem]:
@@ -251,32 +252,29 @@ class CheckpointFiles:
     ) -> dict[str, set[str] | None]:
         try:
             content = parse_object(index.read(MOST_BYTES + 1), self.index_name, self.folder, ProblemKind.INDEX)
-            entries = list(content["weight_map"].items())
-            stated = (content.get("metadata") or {}).get("dtype")
-            dtype = getattr(torch, stated, None) if isinstance(stated, str) else None
-            if isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype.itemsize > 1:
-                self._index_dtype = dtype
+            weight_map, metadata = checked_index(content, self.index_name)
         except CheckpointError as error:
             problems += error.problems
             return {}
-        except (KeyError, AttributeError) as error:
-            detail = f"is not an index with a weight_map: {one_line(error)}"
-            problems.append(Problem(ProblemKind.INDEX, self.index_name, detail))
-            return {}
+        stated = metadata.get("dtype")
+        dtype = getattr(torch, stated, None) if isinstance(stated, str) else None
+        if isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype.itemsize > 1:
+            self._index_dtype = dtype
         keys_in: dict[str, set[str]] = defaultdict(set)
-        for key, file in entries:
+        for key, file in weight_map.items():
             keys_in[str(file)].add(key)
         files: dict[str, set[str] | None] = {}
         for file, keys in keys_in.items():
-            if leaves(file):
+            name = name_inside(self.folder, file)
+            if name is None:
                 detail = f"points to {file!r}, outside the checkpoint"
                 problems += [Problem(ProblemKind.INDEX, key, detail, self.index_name) for key in sorted(keys)]
-            elif PurePosixPath(file).suffix != ".safetensors":
+            elif PurePosixPath(name).suffix != ".safetensors":
                 detail = f"points to {file!r}, which is not safetensors"
                 advice = conversion_advice(self.folder, variant) if is_pickle(file) else SAVE_AGAIN
                 problems += [Problem(ProblemKind.FORMAT, key, detail, self.index_name, advice) for key in sorted(keys)]
             else:
-                files[file] = keys
+                files[name] = keys | (files.get(name) or set())
         return files
 
     def _read_header(self, file: str, expected: set[str] | None, problems: list[Problem]) -> None:
@@ -291,12 +289,8 @@ class CheckpointFiles:
             problems.append(Problem(ProblemKind.FILE, file, f"is missing{keys}"))
             return
         self._handles[file] = handle
-        try:  # check header and size of the open file, which may have been replaced since
-            with safe_open(f"/dev/fd/{handle.fileno()}", framework="pt"):
-                pass
-        except (SafetensorError, OSError) as error:
-            detail = f"is damaged or cut off ({os.fstat(handle.fileno()).st_size} bytes on disk): {error}"
-            problems.append(Problem(ProblemKind.FILE, file, detail))
+        if (problem := damage_of(handle, file)) is not None:
+            problems.append(problem)
             return
         found = set()
         for tensor in stored_tensors(handle, file, problems):
@@ -344,5 +338,5 @@ def _close(handles: dict[str, BinaryIO]) -> None:
 def _advice(problems: list[Problem]) -> list[str]:
     disagree = "do not trust this directory: its index and its files disagree; save or download it again"
     advice = {ProblemKind.FILE: SAVE_AGAIN, ProblemKind.INDEX: disagree, ProblemKind.DUPLICATED: disagree}
-    kinds = {problem.kind for problem in problems}
+    kinds = {problem.kind for problem in problems if not problem.advice}
     return list(dict.fromkeys(text for kind, text in advice.items() if kind in kinds))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -13,6 +14,28 @@ MOST_BYTES = 256 * 2**20
 
 MOST_LEVELS = 64
 """How deep objects and arrays may be nested; configurations have six levels."""
+
+POINTER = "is a Git LFS pointer, not the file itself"
+"""Detail of the problem with a file of a repository that was cloned without Git LFS."""
+
+POINTER_ADVICE = (
+    "download the files: run `git lfs install` and `git lfs pull` in the cloned repository, or use "
+    "`hf download REPOSITORY --local-dir DIR`"
+)
+
+
+def is_pointer(data: bytes) -> bool:
+    """Return True if a file's first bytes are those of a Git LFS pointer, which Git writes in place of the file."""
+    return data.startswith(b"version https://git-lfs.github.com/")
+
+
+def pointers_in(folder: Path) -> list[str]:
+    """Return the names of files in a directory that are Git LFS pointers."""
+    found = []
+    for file in sorted(folder.glob("*")):
+        with suppress(OSError), open_regular(file) as handle:
+            found += [file.name] if is_pointer(handle.read(64)) else []
+    return found
 
 
 def read_object(file: Path) -> dict[str, Any]:
@@ -67,6 +90,8 @@ def parse_object(data: bytes, name: str, place: object, kind: ProblemKind = Prob
     """
     if len(data) > MOST_BYTES:
         raise _refused(name, place, kind, f"has more than {MOST_BYTES:,} bytes")
+    if is_pointer(data):
+        raise _refused(name, place, kind, POINTER, POINTER_ADVICE)
     try:
         content = json.loads(data.decode())
     except RecursionError as error:
@@ -81,9 +106,14 @@ def parse_object(data: bytes, name: str, place: object, kind: ProblemKind = Prob
     return content
 
 
-def _refused(name: str, place: object, kind: ProblemKind, detail: str) -> CheckpointError:
-    advice = "correct it, or download or save it again"
-    return CheckpointError(f"cannot load {place}", [Problem(kind, name, detail)], [advice])
+def _refused(
+    name: str,
+    place: object,
+    kind: ProblemKind,
+    detail: str,
+    advice: str = "correct it, or download or save it again",
+) -> CheckpointError:
+    return CheckpointError(f"cannot load {place}", [Problem(kind, name, detail, advice=advice)])
 
 
 def _is_deeper(content: Any, levels: int) -> bool:

@@ -1,4 +1,4 @@
-"""Two values of config.json about a checkpoint's weights: the file that has them, and the class that saved them.
+"""Names of weight files: in the directory, in an index, and in config.json, which also names the class that saved them.
 
 transformers reads the file that `transformers_weights` names, and not model.safetensors. The class converts pickled
 weights, which are never read: unpickling can run code.
@@ -6,15 +6,17 @@ weights, which are never read: unpickling can run code.
 
 from __future__ import annotations
 
+import os
+import re
 import shlex
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from nrl_models.common.checkpoint.json_reading import read_object
-from nrl_models.common.checkpoint.local_path import CONFIG_NAME, INDEX_NAME, is_pickle, leaves
+from nrl_models.common.checkpoint.local_path import CONFIG_NAME, INDEX_NAME, WEIGHTS_NAME, is_pickle, leaves
 from nrl_models.common.upstream import class_of_transformers
-from nrl_models.errors import CheckpointError, Problem, ProblemKind, shown
+from nrl_models.errors import CheckpointError, Problem, ProblemKind, listed, shown
 
 KEY = "transformers_weights"
 
@@ -45,6 +47,80 @@ def problem_of(named: Any) -> Problem | None:
         detail, advice = f"names {named!r}, which is not safetensors", f"remove it, or set {KEY} to a safetensors file"
         return Problem(ProblemKind.FORMAT, KEY, detail, CONFIG_NAME, advice)
     return None
+
+
+def checked_index(content: Mapping[str, Any], name: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the `weight_map` and the `metadata` of an index of shards.
+
+    Args:
+        content: The parsed file.
+        name: Name of the file, for the error.
+
+    Raises:
+        CheckpointError: If there is no `weight_map`, or it or the metadata is not an object.
+    """
+    weight_map, metadata = content.get("weight_map"), content.get("metadata")
+    details = []
+    if "weight_map" not in content:
+        details.append(f"is not an index with a weight_map: its keys are {listed(content) or 'none'}")
+    elif not isinstance(weight_map, dict):
+        details.append(f"is not an index with a weight_map: that is {shown(weight_map)}, expected tensors and files")
+    if metadata and not isinstance(metadata, dict):
+        details.append(f"has the metadata {shown(metadata)}, expected an object")
+    if details:
+        advice = "download or save the index again, with the shards"
+        problems = [Problem(ProblemKind.INDEX, name, detail, advice=advice) for detail in details]
+        raise CheckpointError(f"cannot read {name}", problems)
+    return weight_map or {}, metadata or {}
+
+
+def name_inside(folder: Path, file: str) -> str | None:
+    """Return a name in an index relative to the checkpoint's directory; None if it leads outside.
+
+    transformers joins names with the directory. An absolute path, or one with `..`, is valid if it leads into it.
+    """
+    if not leaves(file):
+        return os.path.normpath(file)
+    if "\\" not in file:
+        for root in (os.path.abspath(folder), os.path.realpath(folder)):
+            path = os.path.join(root, file)
+            name = os.path.relpath(path, root)
+            # `..` after a link leads to the parent of the link's target.
+            if not leaves(name) and os.path.realpath(path) == os.path.realpath(os.path.join(root, name)):
+                return name
+    return None
+
+
+def movable_index(file: Path) -> dict[str, Any] | None:
+    """Return an index of shards with names relative to its directory; None if its names are.
+
+    A copy of the index in another directory would otherwise name the files of the first one.
+
+    Args:
+        file: The index of a checkpoint that was read, so its names lead into its directory.
+    """
+    content = read_object(file)
+    weight_map, _ = checked_index(content, file.name)
+    if not any(map(leaves, weight_map.values())):
+        return None
+    return content | {"weight_map": {key: name_inside(file.parent, name) for key, name in weight_map.items()}}
+
+
+def without_weights(folder: Path, weights_name: str, index_name: str) -> Problem:
+    """Return the problem of a checkpoint that has neither of two files. Lists the weights that it has."""
+    detail = f"has neither {weights_name} nor {index_name}"
+    names = sorted(path.name for path in folder.glob("*.safetensors*"))
+    variants = sorted({match[1] or match[2] for match in map(_VARIANT.fullmatch, names) if match})
+    if not names:
+        return Problem(ProblemKind.FILE, str(folder), f"{detail}, and no other safetensors files")
+    detail += f"; its safetensors files are {listed(names)}"
+    advice = [f"pass variant={' or '.join(map(repr, variants))}"] if variants else []
+    advice += ["leave out variant"] if weights_name != WEIGHTS_NAME and {WEIGHTS_NAME, INDEX_NAME} & {*names} else []
+    return Problem(ProblemKind.FILE, str(folder), detail, advice=", or ".join(advice))
+
+
+_VARIANT = re.compile(r"model\.([^.]+)(?<!-of-\d{5})\.safetensors|model\.safetensors\.index\.([^.]+)\.json")
+"""Names of weights with a variant, and of their index."""
 
 
 _repositories: dict[Path, tuple[str, Callable[[], Iterable[str]]]] = {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -30,7 +31,7 @@ from nrl_models.common.checkpoint.local_path import (
     similar_checkpoint,
 )
 from nrl_models.common.checkpoint.named_weights import named_weights, note_repository, problem_of
-from nrl_models.errors import CheckpointError, Problem, ProblemKind, one_line
+from nrl_models.errors import CheckpointError, Problem, ProblemKind, did_you_mean, listed, one_line
 
 DOWNLOADED = (*(f"*{suffix}" for suffix in READ if suffix not in (".gguf", ".safetensors")), "model*.safetensors")
 """Files of a hub repository that this library or transformers reads, apart from weights that only an index names."""
@@ -127,9 +128,22 @@ def resolve_folder(
                 return _usable(watch.location, gguf_file)
             except PermissionError as error:
                 raise not_permitted(folder, error) from error
-            except CheckpointError:
-                if not watch.changed():
-                    raise
+            except CheckpointError as error:
+                if watch.changed():
+                    continue
+                if subfolder and not (folder / subfolder).is_dir():
+                    raise _no_subfolder(folder, subfolder) from error
+                raise
+
+
+def _no_subfolder(folder: Path, subfolder: str) -> CheckpointError:
+    """Return the error for a subfolder that does not exist. Lists those that have a checkpoint."""
+    is_file = (folder / subfolder).is_file()
+    existing = sorted(path.parent.name for path in folder.glob(f"*/{CONFIG_NAME}"))
+    detail = "is a file, expected a directory" if is_file else f"no such directory{did_you_mean(subfolder, existing)}"
+    detail += f"; directories with a {CONFIG_NAME}: {listed(existing) or 'none'}"
+    advice = "pass one of these directories as subfolder" if existing else "leave out subfolder"
+    return CheckpointError(f"cannot load {folder}", [Problem(ProblemKind.FILE, subfolder, detail)], [advice])
 
 
 def _other_shards(folder: Path) -> list[str]:
@@ -151,11 +165,13 @@ def _usable(folder: Path, gguf_file: str | None) -> Path:
     if (folder / ADAPTER_CONFIG_NAME).is_file():
         _refuse_adapter(folder)
     if not (folder / CONFIG_NAME).is_file():
-        raise CheckpointError(
-            f"cannot load {folder}",
-            [Problem(ProblemKind.FILE, CONFIG_NAME, f"is missing{checkpoints_below(folder)}")],
-            ["pass the directory with config.json and the weights (see `subfolder`)"],
-        )
+        detail = f"is missing{checkpoints_below(folder)}"
+        advice = "pass the directory with config.json and the weights (see `subfolder`)"
+        if (folder / CONFIG_NAME).is_symlink():
+            detail = f"is a link to {os.readlink(folder / CONFIG_NAME)}, which is not a file"
+            advice = "copy the files that links lead to (`cp -rL`), or download the checkpoint again"
+        problem = Problem(ProblemKind.FILE, CONFIG_NAME, detail)
+        raise CheckpointError(f"cannot load {folder}", [problem], [advice])
     return folder
 
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
 import torch
+from safetensors import SafetensorError, safe_open
 
+from nrl_models.common.checkpoint.json_reading import POINTER, POINTER_ADVICE, is_pointer
 from nrl_models.common.upstream import str_to_torch_dtype
 from nrl_models.errors import Problem, ProblemKind
 
@@ -48,6 +51,23 @@ class StoredTensor:
     def problem(self, kind: ProblemKind, detail: str) -> Problem:
         """Return a problem with this tensor."""
         return Problem(kind, self.key, detail, self.file)
+
+
+def damage_of(handle: BinaryIO, file: str) -> Problem | None:
+    """Return the problem with an open safetensors file whose header or size is wrong, or None.
+
+    Args:
+        handle: The file, which may have been replaced in its directory since it was opened.
+        file: Name of the file in the checkpoint.
+    """
+    try:
+        with safe_open(f"/dev/fd/{handle.fileno()}", framework="pt"):
+            return None
+    except (SafetensorError, OSError) as error:
+        if is_pointer(os.pread(handle.fileno(), 64, 0)):
+            return Problem(ProblemKind.FILE, file, POINTER, advice=POINTER_ADVICE)
+        size = os.fstat(handle.fileno()).st_size
+        return Problem(ProblemKind.FILE, file, f"is damaged or cut off ({size} bytes on disk): {error}")
 
 
 def stored_tensors(handle: BinaryIO, file: str, problems: list[Problem]) -> Iterator[StoredTensor]:

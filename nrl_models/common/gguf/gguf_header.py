@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from nrl_models.common.checkpoint.json_reading import POINTER, POINTER_ADVICE, is_pointer
 from nrl_models.errors import CheckpointError, Problem, ProblemKind
 
 if TYPE_CHECKING:
@@ -91,6 +92,9 @@ def read_header(file: Path) -> GGUFHeader:
     except CheckpointError:
         raise
     except Exception as error:  # any error of invalid bytes
+        with open(file, "rb") as handle:
+            if is_pointer(handle.read(64)):
+                raise refused(file, [Problem(ProblemKind.FILE, file.name, POINTER)], POINTER_ADVICE) from error
         detail = f"is no GGUF file, damaged or cut off ({file.stat().st_size:,} bytes on disk): {error}"
         raise refused(file, [Problem(ProblemKind.FILE, file.name, detail)], "download the file again") from error
 
