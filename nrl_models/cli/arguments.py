@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, overload
 
 import typer
 
-from nrl_models.cli.checkpoint_paths import any_path, checkpoint_path, existing_file
+from nrl_models.cli.checkpoint_paths import any_path, checkpoint_path, existing_file, output_directory
 from nrl_models.cli.console import STANDARD_OUTPUT, output
 from nrl_models.common.mesh_sizes import parse_mesh
 from nrl_models.common.trust.servers import VLLMS, is_secret, is_server, require_engine
@@ -140,7 +140,7 @@ def output_file(text: str) -> Any:
 
 def output_folder(text: str, *, panel: str | None = None, callback: Callable[..., Path | None] | None = None) -> Any:
     """Return a typer option for a directory to write, with this help text."""
-    return typer.Option(parser=any_path, metavar=DIR, help=text, callback=callback, rich_help_panel=panel)
+    return typer.Option(parser=output_directory, metavar=DIR, help=text, callback=callback, rich_help_panel=panel)
 
 
 def engine_argument(text: str, *flags: str, panel: str = ENGINE) -> Any:

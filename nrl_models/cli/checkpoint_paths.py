@@ -11,6 +11,7 @@ from nrl_models.common.checkpoint.json_reading import read_object
 from nrl_models.common.checkpoint.local_path import (
     ADAPTER_CONFIG_NAME,
     CONFIG_NAME,
+    around,
     as_path,
     checkpoints_below,
     is_gguf,
@@ -49,6 +50,17 @@ def existing_file(text: str) -> Path:
     return path
 
 
+def output_directory(text: str | Path) -> Path:
+    """Parse the path of a directory to write.
+
+    Raises:
+        typer.BadParameter: See `any_path`. Also if it is a file.
+    """
+    if (path := any_path(text)).is_file():
+        raise typer.BadParameter(f"{text} is a file, expected a directory")
+    return path
+
+
 def checkpoint_path(text: str) -> Path:
     """Parse a checkpoint directory, a GGUF file, or a hub repository ID.
 
@@ -59,7 +71,7 @@ def checkpoint_path(text: str) -> Path:
     if path.is_file():
         if is_gguf(path):
             return path
-        raise typer.BadParameter(f"{text} is a file, expected a checkpoint directory or a GGUF file")
+        raise typer.BadParameter(f"{text} is a file, expected a checkpoint directory or a GGUF file{around(path)}")
     if not is_local(text):
         return path
     if not path.is_dir():

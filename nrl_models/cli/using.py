@@ -24,7 +24,7 @@ from nrl_models.cli.arguments import (
     torch_dtype,
 )
 from nrl_models.cli.certifying import show_certificate
-from nrl_models.cli.checkpoint_paths import any_path, config_path
+from nrl_models.cli.checkpoint_paths import config_path, output_directory
 from nrl_models.cli.console import show, show_checks, write_json
 from nrl_models.cli.result_cache import cached_result
 from nrl_models.common.flags import MEANINGS, ModelFlag
@@ -124,7 +124,7 @@ def _inspection(path: Path) -> dict[str, Any]:
 
 def convert(
     source: CheckpointPath,
-    target: Annotated[Path, typer.Argument(parser=any_path, metavar="OUT", help="Directory to write.")],
+    target: Annotated[Path, typer.Argument(parser=output_directory, metavar="OUT", help="Directory to write.")],
     dtype: Annotated[
         str,
         dtype_argument("Dtype of the written tensors. auto keeps the dtype of each tensor.", parser=dtype_or_auto),

@@ -175,6 +175,11 @@ def test_link_to_missing_config_is_reported(models: Path) -> None:
     assert "config.json cannot be read: FileNotFoundError" in output("inspect", models / "copied")
 
 
+def test_directory_is_not_a_recipe(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match=r"is a directory, expected a YAML file"):
+        recipe_file(str(tmp_path))
+
+
 @pytest.mark.parametrize("name", [UNKNOWN_USER, "x" * 300, "loop/x"])
 def test_impossible_path_of_recipe_interpreter_or_cache_raises(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

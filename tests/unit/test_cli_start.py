@@ -137,7 +137,11 @@ MISTAKES = (
     ),
     ("consistency checkpoint --engine-option device", "'device': expected KEY=VALUE"),
     ("refit-check checkpoint --bucket-mb inf", "Invalid value for '--bucket-mb'"),
-    ("demo --out file", "file/config.json cannot be written"),
+    ("demo --out file", "Invalid value for '--out': file is a file, expected a directory"),
+    ("convert checkpoint file", "file is a file, expected a directory"),
+    ("diagnose embeddings checkpoint --reinitialize file", "file is a file, expected a directory"),
+    ("inspect checkpoint/config.json", "expected a checkpoint directory or a GGUF file (did you mean checkpoint?)"),
+    ("replay empty", "empty is a directory, expected a file"),
     ("consistency checkpoint --text nowhere.txt", "nowhere.txt"),
 )
 
@@ -232,7 +236,7 @@ def test_unexpected_error_hides_traceback_by_default(llama_checkpoint: Path, mon
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"model_type": None}, "model_type None, which neither transformers nor a registered family knows"),
+        ({"model_type": None}, "config.json has no model_type"),
         ({"model_type": "lama"}, "(did you mean llama"),
         ({"model_type": ["llama"]}, "config: model_type: is ['llama'], expected a name"),
         ({"architectures": [3]}, "config: architectures: is [3], expected a list of names"),

@@ -121,6 +121,11 @@ def similar_checkpoint(path: Path, *, or_config: bool = False) -> str:
     return did_you_mean(str(path), near)
 
 
+def around(file: Path) -> str:
+    """Return ` (did you mean ...?)` with a file's directory if that has a `config.json`, or an empty string."""
+    return suggestion([str(file.parent)] if (file.parent / CONFIG_NAME).is_file() else [])
+
+
 def checkpoints_below(folder: Path) -> str:
     """Return ` (did you mean ...?)` with up to three directories in `folder` that have a `config.json`."""
     try:

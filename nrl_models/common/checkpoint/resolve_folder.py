@@ -22,6 +22,7 @@ from nrl_models.common.checkpoint.local_path import (
     CONFIG_NAME,
     INDEX_NAME,
     WEIGHTS_NAME,
+    around,
     as_path,
     checkpoints_below,
     find_gguf,
@@ -100,7 +101,7 @@ def resolve_folder(
     if not folder.is_dir():
         if is_local(path_or_id):
             missing = f"no such directory{similar_checkpoint(folder)}"
-            detail = "is a file, expected a directory" if folder.is_file() else missing
+            detail = f"is a file, expected a directory{around(folder)}" if folder.is_file() else missing
             problem = Problem(ProblemKind.FILE, str(path_or_id), detail)
             advice = ["check the path, or pass the name of a hub repository (owner/name)"]
             raise CheckpointError(f"cannot load {path_or_id}", [problem], advice)

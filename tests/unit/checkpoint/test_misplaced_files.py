@@ -121,6 +121,13 @@ def test_missing_weights_list_existing_ones(
     assert ("variant=" in str(caught.value)) == any("variant=" in text for text in expected)
 
 
+def test_file_of_checkpoint_suggests_directory(llama_checkpoint: Path) -> None:
+    with pytest.raises(
+        CheckpointError, match=rf"is a file, expected a directory \(did you mean {llama_checkpoint}\?\)"
+    ):
+        resolve_folder(llama_checkpoint / "config.json")
+
+
 def test_missing_subfolder_lists_those_with_a_checkpoint(llama_checkpoint: Path, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"nowhere: no such directory; directories with a config.json: none"):
         resolve_folder(tmp_path, subfolder="nowhere")
