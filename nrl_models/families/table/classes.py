@@ -19,7 +19,6 @@ from nrl_models.common.forward.image_outputs import with_image_outputs
 from nrl_models.common.forward.rewriting import MIXINS, rewritten
 from nrl_models.common.forward.token_types import with_multimodal_types, with_required_types
 from nrl_models.common.projections import combine_groups
-from nrl_models.common.upstream import has_reached
 from nrl_models.common.views.hub_parts import register_part_sizes
 from nrl_models.families import folders, module_of
 from nrl_models.families.table import TABLE
@@ -97,11 +96,7 @@ def __getattr__(name: str) -> Any:
         made = TableModel.head(
             REPAIRS[repair](upstream) if repair else upstream,
             tiny=row.tiny,
-            limits={
-                feature: reason
-                for feature, reason in row.limits_of(name).items()
-                if has_reached(row.limited_since.get(feature, "0"))
-            },
+            limits=row.limits_of(name),
             config_values=row.config_values,
             ignored_config_keys=row.ignored,
             tensor_parallel=row.tensor_parallel,

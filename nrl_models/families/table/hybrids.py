@@ -136,9 +136,7 @@ ROWS: dict[str, Row] = {
     "zamba2": Row(
         "Zamba2ForCausalLM",
         {"Zamba2Attention": QKV},
-        lacks(CACHED),
-        {"Zamba2MambaMixer": "ByDocument"},
+        mixins={"Zamba2MambaMixer": "ByDocument"},
         tiny={"num_key_value_heads": 8},  # one for each head of the queries, as published
-        limited_since={CACHED: "5.15"},
     ),
 }

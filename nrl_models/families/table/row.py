@@ -31,7 +31,6 @@ class Row:
             common input only in some modules). For a class in another module of the package, the key has the module's
             name as prefix (`vision.IdeficsVisionAttention`).
         limits: See `FamilyModel.limits`. The key for a limit of one architecture is `"Architecture: feature"`.
-        limited_since: For features in `limits` that older versions of transformers have, the first version without.
         mixins: A mixin from `nrl_models.common.forward.rewriting.MIXINS` for classes of the package, including those in
             `layers`. It precedes their groups.
         tiny: See `FamilyModel.tiny`.
@@ -62,7 +61,6 @@ class Row:
     tensor_parallel: Mapping[str, str] = field(default_factory=dict)
     published: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     mtp_form: MTPForm | None = None
-    limited_since: Mapping[str, str] = field(default_factory=dict)
     repairs: Mapping[str, str] = field(default_factory=dict)
     part_sizes: Mapping[str, PartSizes] = field(default_factory=dict)
 
