@@ -222,7 +222,7 @@ class FamilyModel(RefusesReentrantCheckpointing, Upstream):
 
         Arguments and errors are those of `nrl_models.AutoModelForCausalLM.from_pretrained`.
         """
-        return with_source(path_or_id, options, lambda source: pretrained.load(cls, source))
+        return with_source(path_or_id, options, lambda source: pretrained.load(cls, source), cls.config_class)
 
     @classmethod
     def from_config(cls, config: PreTrainedConfig, **options: Unpack[NewModelKeywords]) -> Self:

@@ -47,7 +47,11 @@ IMPLEMENTATIONS = ("attn_implementation", "experts_implementation")
 
 
 def read_config(
-    folder: Path, *, trust_remote_code: bool = False, ignored: Collection[str] | str = ()
+    folder: Path,
+    *,
+    trust_remote_code: bool = False,
+    ignored: Collection[str] | str = (),
+    default_class: type[PreTrainedConfig] | None = None,
 ) -> PreTrainedConfig:
     """Read the configuration of a checkpoint.
 
@@ -55,12 +59,13 @@ def read_config(
         folder: A directory, or the path of a configuration or GGUF file.
         trust_remote_code: Whether the checkpoint's own code may run.
         ignored: Names or paths of keys that may contradict others.
+        default_class: Class of a configuration without `model_type`. None if it is not known.
 
     Raises:
         ConfigurationError: If `config.json` states two values for a setting of the rotary embedding.
         CheckpointError: If links leave the directory, `config.json` is not a JSON object, has an invalid value or names
             another timm model, or a GGUF file is damaged or of an architecture that transformers cannot read.
-        UnknownArchitectureError: If the `model_type` is unknown.
+        UnknownArchitectureError: If the `model_type` is unknown, or missing without a `default_class`.
         RemoteCodeError: If the checkpoint needs its own code or a kernel of the hub, and `trust_remote_code` is not
             set.
     """
@@ -72,14 +77,17 @@ def read_config(
         except Exception as error:
             raise _refused_values(folder, error, "correct the file's metadata, or download it again") from error
     require_links_inside(folder)
-    needs_its_code = _needs_its_code(folder, trust_remote_code)
+    needs_its_code = _needs_its_code(folder, trust_remote_code, default_class)
     try:
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=needs_its_code)
+        if default_class is not None and not read_object(_config_file(folder)).get("model_type"):
+            config = default_class.from_pretrained(folder, model_type=default_class.model_type)
+        else:
+            config = AutoConfig.from_pretrained(folder, trust_remote_code=needs_its_code)
     except StrictDataclassFieldValidationError as refused:
         if needs_its_code:
             raise own_code_failed(folder, refused) from refused
         try:
-            config = _with_declared_types(folder)
+            config = _with_declared_types(folder, default_class)
         except Exception as error:
             raise _refused_values(folder, error, "use a value of the expected type") from refused
     except Exception as error:  # any error of a configuration's class for invalid values
@@ -123,9 +131,11 @@ def _config_file(path: Path) -> Path:
     return path / CONFIG_NAME if path.is_dir() else path
 
 
-def _with_declared_types(folder: Path) -> PreTrainedConfig:
+def _with_declared_types(folder: Path, default_class: type[PreTrainedConfig] | None) -> PreTrainedConfig:
     """Read the configuration, with integers converted to floats if its class declares floats."""
     values, _ = PreTrainedConfig.get_config_dict(folder)
+    if default_class is not None and not values.get("model_type"):
+        values["model_type"] = default_class.model_type
     config_class = CONFIG_MAPPING[values["model_type"]]
     return config_class.from_dict(with_declared_types(config_class, values, str(_config_file(folder))))
 
@@ -135,7 +145,7 @@ def _is_class_reference(value: object) -> bool:
     return isinstance(value, str) or (isinstance(value, list) and all(isinstance(each, str | None) for each in value))
 
 
-def _needs_its_code(folder: Path, trust_remote_code: bool) -> bool:
+def _needs_its_code(folder: Path, trust_remote_code: bool, default_class: type[PreTrainedConfig] | None) -> bool:
     """Return True if the configuration needs the checkpoint's own code. Raises if that is not allowed."""
     content = read_object(_config_file(folder))
     model_type, names = content.get("model_type"), content.get("architectures")
@@ -164,6 +174,8 @@ def _needs_its_code(folder: Path, trust_remote_code: bool) -> bool:
             "default. Review that code. If you trust it, load the model in Python with "
             "from_pretrained(..., trust_remote_code=True). The nrl-models commands never run it."
         )
+    if not model_type and default_class is not None:
+        return False
     if not model_type:
         raise _without_model_type(folder, names or ())
     hint = did_you_mean(model_type, CONFIG_MAPPING, count=3)

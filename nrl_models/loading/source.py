@@ -56,11 +56,16 @@ class Source:
     watch: FileWatch | None
 
 
-def with_source(path_or_id: str | Path | None, keywords: Mapping[str, Any], use: Callable[[Source], T]) -> T:
+def with_source(
+    path_or_id: str | Path | None,
+    keywords: Mapping[str, Any],
+    use: Callable[[Source], T],
+    config_class: type[PreTrainedConfig] | None = None,
+) -> T:
     """Open a checkpoint, and call `use` with it. Repeat once if another process replaced its files in the meantime.
 
     Args:
-        path_or_id, keywords: See `open_source`.
+        path_or_id, keywords, config_class: See `open_source`.
         use: Loads from the source. Called a second time after the files were replaced, but never with a mesh, because
             one rank cannot start again alone.
 
@@ -71,7 +76,7 @@ def with_source(path_or_id: str | Path | None, keywords: Mapping[str, Any], use:
     path_or_id, keywords = _named_path(path_or_id, keywords)
 
     def attempt() -> T:
-        with outside_inference_mode(), open_source(path_or_id, keywords) as source:
+        with outside_inference_mode(), open_source(path_or_id, keywords, config_class) as source:
             return use(source)
 
     if path_or_id is None:
@@ -139,13 +144,16 @@ def _stays(error: Exception) -> bool:
 
 
 @contextmanager
-def open_source(path_or_id: str | Path | None, keywords: Mapping[str, Any]) -> Iterator[Source]:
+def open_source(
+    path_or_id: str | Path | None, keywords: Mapping[str, Any], config_class: type[PreTrainedConfig] | None = None
+) -> Iterator[Source]:
     """Locate a checkpoint and read its configuration, to select a class. Watch the files until the context ends.
 
     Args:
         path_or_id: A directory, a GGUF file, or a hub repository. None if `keywords` have it under transformers' name,
             or have `config` and `state_dict`.
         keywords: Options, see `LoadOptions`, and values of the configuration.
+        config_class: Class of a configuration without `model_type`.
 
     Raises:
         CheckpointError, UnknownArchitectureError, RemoteCodeError, UnknownArgumentError, DeviceError, ShardingError:
@@ -171,7 +179,12 @@ def open_source(path_or_id: str | Path | None, keywords: Mapping[str, Any]) -> I
                 place = as_path(options.config or folder or Path())
                 place = current(place) if place.exists() else resolve_folder(place)
                 ignored = (*KEYS, "rope_parameters") if "rope_parameters" in overrides else options.ignore_config_keys
-                config = read_config(place, trust_remote_code=options.trust_remote_code, ignored=ignored)
+                config = read_config(
+                    place,
+                    trust_remote_code=options.trust_remote_code,
+                    ignored=ignored,
+                    default_class=config_class,
+                )
             override(config, overrides)
             if path_or_id is not None:
                 config.name_or_path = str(path_or_id)

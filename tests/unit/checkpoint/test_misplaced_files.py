@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM as HFAuto
 from transformers import LlamaForCausalLM as HFLlama
 
 import nrl_models
-from nrl_models import CheckpointError
+from nrl_models import CheckpointError, registry
 from nrl_models.common.checkpoint.files import CheckpointFiles
 from nrl_models.common.checkpoint.resolve_folder import resolve_folder
 from nrl_models.diagnostics.embeddings import diagnose_embeddings
@@ -159,3 +159,15 @@ def test_config_without_model_type_raises(
     assert f"What to do: {advice}" in str(caught.value)
     with pytest.raises(ValueError, match="model"):  # transformers' auto classes do not read architectures
         HFAuto.from_pretrained(folder)
+
+
+@pytest.mark.parametrize("values", [{}, {"rms_norm_eps": 1}], ids=["valid", "integer"])
+def test_model_class_loads_config_without_model_type(values: dict[str, Any], folder: Path) -> None:
+    """As transformers' class does: the class selects the configuration's class, if the file does not."""
+    edit_config(folder, **values)
+    expected = registry.model_class("LlamaForCausalLM").from_pretrained(folder).state_dict()
+    edit_config(folder, model_type=None)
+    loaded = registry.model_class("LlamaForCausalLM").from_pretrained(folder)
+    assert type(loaded.config) is HFLlama.config_class
+    assert loaded.config.model_type == "llama"
+    assert_same(loaded.state_dict(), expected)
