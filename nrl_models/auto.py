@@ -21,7 +21,7 @@ from nrl_models.family import FamilyModel
 from nrl_models.loading import pretrained
 from nrl_models.loading.options import LoadKeywords, NewModelKeywords, PathOrId
 from nrl_models.loading.read_config import own_code_failed, part_for, read_config
-from nrl_models.loading.shared_classes import shared_class_note, shared_classes
+from nrl_models.loading.shared_classes import class_of_user, shared_class_sentence, shared_classes
 from nrl_models.loading.source import Source, again_if_replaced, with_source
 
 logger = get_logger(__name__)
@@ -136,11 +136,12 @@ class _AutoModel:
             registry.warn_unregistered(model_class.__name__)
             return model_class
         registered = registry.model_class(architecture)
-        if registered is None:
-            registry.warn_unregistered(architecture)
-            known = {served.__name__: served for served in cls._served_for(config)}
-            return known.get(architecture) or getattr(transformers, architecture)
-        return registered
+        user_class = class_of_user(cls._served_for(config), architecture)
+        # A family may be for the user's class.
+        if registered is not None and (user_class is None or issubclass(registered, user_class)):
+            return registered
+        registry.warn_unregistered(architecture)
+        return user_class or getattr(transformers, architecture)
 
     @classmethod
     def serves(cls, architecture: str) -> bool:
@@ -163,6 +164,7 @@ class _AutoModel:
             # Also classes that others registered with transformers' auto classes.
             known = registered.union(*(_class_names(auto_class._served_for(config)) for auto_class in AUTO_CLASSES))
             is_known = any(name in known or hasattr(transformers, name) for name in named)
+            is_known = is_known or class_of_user(cls._served_for(config), names[0]) is not None
             # A model type that shares a class is published under a name that no library has.
             if named and not is_known and next(shared_classes(config), None) is None:
                 if cls._has_own_code(config):
@@ -175,7 +177,7 @@ class _AutoModel:
             return texts[0]
         raise UnknownArchitectureError(
             f"{config.name_or_path or type(config).__name__} (model_type {config.model_type!r}, architectures {named}) "
-            f"is not a {cls.kind}. {_kinds_of(config)}{_shared_classes_of(config)}"
+            f"is not a {cls.kind}. {_kinds_of(config)}{shared_class_sentence(config)}"
         )
 
     @classmethod
@@ -331,11 +333,6 @@ def _kinds_of(config: PreTrainedConfig) -> str:
         heads = [auto_class.__name__ for auto_class in fitting if auto_class is not AutoModel]
         return f"Use {' or '.join(heads or [AutoModel.__name__])}."
     return "No auto class serves it; a family can (docs/add-a-family.md)."
-
-
-def _shared_classes_of(config: PreTrainedConfig) -> str:
-    note = shared_class_note(config)
-    return f" {note[0].upper()}{note[1:]}." if note else ""
 
 
 def _with_adapter(model: Any) -> FamilyModel:

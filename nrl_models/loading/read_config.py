@@ -40,7 +40,7 @@ from nrl_models.errors import (
 )
 from nrl_models.loading.keywords import unknown_keywords
 from nrl_models.loading.options import KEYWORDS
-from nrl_models.loading.shared_classes import shared_class_note, takes_config
+from nrl_models.loading.shared_classes import shared_class_sentence, takes_config
 
 IMPLEMENTATIONS = ("attn_implementation", "experts_implementation")
 """Keywords that transformers handles like configuration values, although `config.json` has no such keys."""
@@ -259,11 +259,11 @@ def config_for(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> 
             part.name_or_path = config.name_or_path
         return part
     wanted = model_class.config_class
-    note = f" {note[0].upper()}{note[1:]}." if (note := shared_class_note(config)) else ""
     raise UnknownArchitectureError(
         f"{config.name_or_path or 'the configuration'} is a {type(config).__name__} (model_type "
         f"{config.model_type!r}), and {model_class.__name__} takes a {wanted.__name__ if wanted else 'configuration'}. "
-        f"Use that model's class, or an auto class (nrl_models.AutoModelForCausalLM, ...), which chooses it.{note}"
+        f"Use that model's class, or an auto class (nrl_models.AutoModelForCausalLM, ...), which chooses "
+        f"it.{shared_class_sentence(config)}"
     )
 
 

@@ -6,7 +6,7 @@ The names in its checkpoints follow from `model_type`, so one class has several 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import transformers
@@ -59,3 +59,22 @@ def shared_class_note(config: PreTrainedConfig) -> str:
             "key_mapping={pattern: replacement}"
         )
     return f"transformers {version} serves it through {shared.__name__} (family {family}), {mapping}"
+
+
+def shared_class_sentence(config: PreTrainedConfig) -> str:
+    """Return `shared_class_note` as a sentence after another one; empty if nothing is shared."""
+    note = shared_class_note(config)
+    return f" {note[0].upper()}{note[1:]}." if note else ""
+
+
+def class_of_user(served: Sequence[type[PreTrainedModel]], architecture: str) -> type[PreTrainedModel] | None:
+    """Return the class that a user registered with an auto class of transformers for a configuration, if there is one.
+
+    transformers builds it for every architecture that the configuration names, even that of one of its own classes.
+
+    Args:
+        served: Classes of the auto class for the configuration.
+        architecture: Name to prefer, if there are several.
+    """
+    classes = [each for each in served if each.__module__.partition(".")[0] not in ("transformers", "nrl_models")]
+    return next((each for each in classes if each.__name__ == architecture), next(iter(classes), None))

@@ -72,6 +72,25 @@ def test_registered_class_loads(auto_class: str, registered: dict[str, Any], tmp
     assert type(new) is registered[auto_class]
 
 
+@pytest.mark.parametrize("architectures", [["LlamaForCausalLM"], ["FormerName"], ["LlamaModel", "MyModel"], None])
+def test_registered_class_loads_under_any_name(
+    architectures: list[str] | None, registered: dict[str, Any], tmp_path: Path
+) -> None:
+    """transformers' auto class reads `architectures` only if several classes are registered."""
+    MyForCausalLM(tiny_config(MyConfig)).save_pretrained(tmp_path)
+    edit_config(tmp_path, architectures=architectures)
+    assert type(transformers.AutoModelForCausalLM.from_pretrained(tmp_path)) is MyForCausalLM
+    assert type(nrl_models.AutoModelForCausalLM.from_pretrained(tmp_path)) is MyForCausalLM
+
+
+def test_registered_class_with_name_of_family_loads(tmp_path: Path) -> None:
+    own = type("LlamaForCausalLM", (MyForCausalLM,), {})
+    transformers.AutoConfig.register("my_llama", MyConfig)
+    transformers.AutoModelForCausalLM.register(MyConfig, own)
+    own(tiny_config(MyConfig)).save_pretrained(tmp_path)
+    assert type(nrl_models.AutoModelForCausalLM.from_pretrained(tmp_path)) is own
+
+
 def test_registered_class_loads_without_architectures(registered: dict[str, Any], tmp_path: Path) -> None:
     MyForCausalLM(tiny_config(MyConfig)).save_pretrained(tmp_path)
     edit_config(tmp_path, architectures=None)
