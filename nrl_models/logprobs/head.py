@@ -36,7 +36,7 @@ from nrl_models.common.recording import (
     may_act_later,
     one_thread_per_model,
 )
-from nrl_models.errors import HeadError, one_line
+from nrl_models.errors import HeadError, UnknownArgumentError, one_line
 from nrl_models.logprobs.logit_buffers import (
     ADVICE,
     PROBE,
@@ -169,10 +169,7 @@ def _require_one_call(
         )
 
 
-_LANGUAGE_MODEL = (
-    "log-probabilities of tokens need a language model (AutoModelForCausalLM, AutoModelForImageTextToText, "
-    "AutoModelForMultimodalLM)"
-)
+_LANGUAGE_MODEL = "log-probabilities need a language model, as of AutoModelForCausalLM or AutoModelForMultimodalLM"
 
 
 def output_embedding(model: nn.Module) -> nn.Module:
@@ -196,12 +193,15 @@ def require_head(models: Iterable[Any], chunk_size: int | str | None, inputs: Co
 
     Raises:
         HeadError: If a model has an encoder, attends in both directions or has no output embedding.
-        DeviceError: If its output embedding is on meta.
+        DeviceError, UnknownArgumentError: If its output embedding is on meta, or it is a class.
     """
     for model in models:
+        if isinstance(model, type):
+            raise UnknownArgumentError(f"the model is the class {model.__name__}, expected a model of this class")
         if isinstance(model, nn.Module) and (reason := why_not_causal(model, inputs)) is not None:
-            expected = "expected a model that predicts each token from the tokens before it"
-            raise HeadError(f"{class_name(innermost(model))} {reason}; {expected}")
+            raise HeadError(
+                f"{class_name(innermost(model))} {reason}; expected a model that predicts each token from earlier ones"
+            )
         if chunk_size is not None or not isinstance(model, nn.Module):
             output_embedding(model)
         require_head_values(model)

@@ -17,6 +17,7 @@ from transformers import PreTrainedConfig
 
 from nrl_models.common.config.positions import model_limit
 from nrl_models.common.documents.rope_lengths import rope_switch
+from nrl_models.common.dtypes import unreadable
 from nrl_models.common.forward.processor_outputs import contradictions, without_tokens
 from nrl_models.common.modules import device_of, innermost
 from nrl_models.errors import UnknownArgumentError, parse_option, shown
@@ -176,7 +177,10 @@ def _tensors(rows: Sequence[Any]) -> tuple[list[torch.Tensor], dict[int, Excepti
     errors: dict[int, Exception] = {}
     for number, row in enumerate(rows):
         try:
-            tensors.append(torch.as_tensor(row))
+            tensor = torch.as_tensor(row)
+            if problem := unreadable(tensor):
+                raise ValueError(f"the tensor {problem}")
+            tensors.append(tensor)
         except (TypeError, ValueError, RuntimeError) as error:
             tensors.append(torch.zeros(1, dtype=torch.long))
             errors[number] = error

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
-from nrl_models.common.config.spelling import misspellings_of
 from nrl_models.common.documents.boundaries import starts_of
 from nrl_models.common.documents.layers import BOUNDARIES
 from nrl_models.common.documents.media_positions import rotary_planes, text_positions
@@ -21,7 +20,7 @@ from nrl_models.common.forward.token_types import PER_TOKEN
 from nrl_models.common.modules import innermost, input_embeddings, reads_complete_rows
 from nrl_models.common.upstream import CACHE_NAMES, computes_positions
 from nrl_models.common.value_checks import not_zero_or_one
-from nrl_models.errors import UnknownArgumentError, shown, suggestion
+from nrl_models.errors import UnknownArgumentError, shown
 
 Grids = TypeVar("Grids", bound=Any)
 
@@ -39,6 +38,8 @@ NOT_TAKEN = {
     **dict.fromkeys(CACHE_NAMES, "complete sequences are processed, from their first token: leave it out"),
     "labels": "log-probabilities are computed, and no loss: leave them out",
     "logits_to_keep": "`score` selects the tokens to score: leave it out",
+    "mask": "pass padding as attention_mask, and the tokens to score as score",
+    "sampling": "pass its temperature, top_k and top_p",
     **dict.fromkeys(
         SAMPLING_PARAMETERS,
         "log-probabilities are those after temperature, top_k and top_p only: sample without it, and leave it out",
@@ -76,7 +77,7 @@ def require_grids(input_ids: Any, **others: Any) -> None:
     """
     every = {"input_ids": input_ids, **others}
     for name, value in every.items():
-        if value is not None and not isinstance(value, torch.Tensor):
+        if not isinstance(value, torch.Tensor if name == "input_ids" else torch.Tensor | None):
             raise UnknownArgumentError(f"{name}={shown(value)}: expected a tensor (batch, seq_len)")
         if value is not None and (problem := unreadable(value)):
             raise UnknownArgumentError(f"{name} {problem}")
@@ -172,19 +173,6 @@ def require_zeros_and_ones(**masks: torch.Tensor | None) -> None:
             f"{name} has the value {other:g}: expected 1 or True for tokens and 0 or False for others. Additive masks "
             "are not supported. Packed documents are separated by position_ids"
         )
-
-
-def require_spelling(forward: Callable[..., Any], inputs: Mapping[str, Any], known: Iterable[str]) -> None:
-    """Check that keywords of a model's forward are not misspelled arguments, which its `**kwargs` would ignore.
-
-    Raises:
-        UnknownArgumentError: If one is.
-    """
-    parameters = inspect.signature(forward).parameters
-    for name in inputs:
-        close = misspellings_of(name, known) if name not in parameters else []
-        if close:
-            raise UnknownArgumentError(f"unknown argument {name}{suggestion(close)}")
 
 
 def positions_of_boundaries(

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from nrl_models.common.config.causality import require_causal
+from nrl_models.common.config.forward_keywords import require_spelling
 from nrl_models.common.documents.boundaries import columns_before, prompts_are_shared, starts_of
 from nrl_models.common.documents.media_positions import text_positions
 from nrl_models.common.forward.routing import places_unknown
@@ -29,7 +30,6 @@ from nrl_models.logprobs.token_inputs import (
     require_grids,
     require_known_tokens,
     require_planes,
-    require_spelling,
     require_unpacked,
     require_zeros_and_ones,
 )
@@ -149,7 +149,7 @@ def token_logprobs(
     wrapped = [model] if reference is None else [model, reference]
     require_head(wrapped, chunk_size, inputs)
     models = [innermost(part) for part in wrapped]
-    require_spelling(models[0].forward, inputs, ARGUMENTS)
+    require_spelling(models[0], inputs, ARGUMENTS)
     input_ids = input_ids.long()
     require_known_tokens(models, input_ids)
     require_causal(wrapped, input_ids, inputs)

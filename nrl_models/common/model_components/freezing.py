@@ -235,7 +235,10 @@ def trainable_parameters(model: nn.Module) -> list[nn.Parameter]:
 
     Raises:
         ValueError: If there are none.
+        UnknownArgumentError: If `model` is not a module.
     """
+    if not isinstance(model, nn.Module):
+        raise UnknownArgumentError(f"model={shown(model)}: expected a model")
     found = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not found:
         raise ValueError(f"every parameter of {type(model).__name__} is frozen: there is nothing to train")

@@ -130,7 +130,7 @@ def test_command_fails_and_names_wrong_component(
         (["--images", "small.png", "--witness", "mlx"], "--witness does not apply to --images"),
         (["--images", "small.png", "--engine", "hf-generate"], "--images needs --engine vllm"),
         (["--images", "small.png", "--engine-option", "python=/x"], "without --engine-option python"),
-        (["--images", "missing.png"], "does not exist"),
+        (["--images", "missing.png"], "no such file"),
         (["--image-prompt", "Why?"], "--image-prompt needs --images"),
     ],
 )

@@ -16,7 +16,7 @@ from transformers import LlamaConfig, PreTrainedModel
 
 from nrl_models import AutoModelForCausalLM, registry
 from nrl_models.errors import DeviceError, HeadError, SamplingError, UnknownArgumentError
-from nrl_models.logprobs import rollout_logprobs, token_logprobs
+from nrl_models.logprobs import Sampling, rollout_logprobs, token_logprobs
 from nrl_models.testing.case import FamilyCase, randomize
 from nrl_models.testing.tiny import tiny_config
 
@@ -364,3 +364,50 @@ def dual(run: Callable[[Any], torch.Tensor], parameters: Mapping[str, torch.Tens
     with forward_ad.dual_level():
         values = {name: forward_ad.make_dual(parameter, parameter) for name, parameter in parameters.items()}
         return forward_ad.unpack_dual(run(values)).tangent
+
+
+@pytest.mark.parametrize(
+    ("keyword", "value", "message"),
+    [
+        ("sampling", Sampling(temperature=0.5), "sampling: pass its temperature, top_k and top_p"),
+        ("mask", torch.ones_like(IDS), "mask: pass padding as attention_mask"),
+        ("warmth", 0.5, "unknown argument warmth: no module of LlamaForCausalLM reads it"),
+        ("prompt", "text", "unknown argument prompt: no module of LlamaForCausalLM reads it"),
+    ],
+)
+def test_keyword_that_no_module_reads_raises(keyword: str, value: Any, message: str, llama: PreTrainedModel) -> None:
+    """`**kwargs` of transformers' models ignore it."""
+    with pytest.raises(UnknownArgumentError, match=message):
+        token_logprobs(llama, IDS, **{keyword: value})
+
+
+@pytest.mark.parametrize("keyword", ["return_dict", "output_hidden_states", "output_attentions", "is_causal"])
+def test_keyword_that_transformers_reads_has_no_effect(keyword: str, llama: PreTrainedModel) -> None:
+    inputs: dict[str, Any] = {keyword: True}
+    assert torch.equal(token_logprobs(llama, IDS, **inputs).logprobs, token_logprobs(llama, IDS).logprobs)
+
+
+@pytest.mark.parametrize(
+    ("sequences", "score", "message"),
+    [
+        ([IDS[0].to("meta")], None, "sequence 0 is not a list of token ids: the tensor is on meta"),
+        ([IDS[0].to_sparse()], None, "sequence 0 is not a list of token ids: the tensor has the layout sparse_coo"),
+        ([IDS[0]], [torch.ones(9, device="meta")], "score of sequence 0 is not a list of bools: the tensor is on meta"),
+    ],
+)
+def test_rollouts_without_readable_values_raise(
+    sequences: list[torch.Tensor], score: list[torch.Tensor] | None, message: str, llama: PreTrainedModel
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        rollout_logprobs(llama, sequences, score=score)
+
+
+def test_class_in_place_of_model_raises() -> None:
+    for call in (lambda: token_logprobs(nn.Linear, IDS), lambda: rollout_logprobs(nn.Linear, [IDS[0]])):  # type: ignore[arg-type]
+        with pytest.raises(UnknownArgumentError, match=r"the model is the class Linear"):
+            call()
+
+
+def test_missing_tokens_raise(llama: PreTrainedModel) -> None:
+    with pytest.raises(UnknownArgumentError, match=r"input_ids=None: expected a tensor"):
+        token_logprobs(llama, None)  # type: ignore[arg-type]
