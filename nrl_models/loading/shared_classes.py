@@ -70,7 +70,7 @@ def shared_class_sentence(config: PreTrainedConfig) -> str:
 def class_of_user(served: Sequence[type[PreTrainedModel]], architecture: str) -> type[PreTrainedModel] | None:
     """Return the class that a user registered with an auto class of transformers for a configuration, if there is one.
 
-    transformers builds it for every architecture that the configuration names, even that of one of its own classes.
+    transformers builds it for every architecture that the configuration names, even those of transformers' classes.
 
     Args:
         served: Classes of the auto class for the configuration.

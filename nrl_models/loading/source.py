@@ -167,7 +167,8 @@ def open_source(
             folder: Path | None = None
             watch: FileWatch | None = None
             if path_or_id is not None:
-                folder = resolve_folder(path_or_id, **{name: getattr(options, name) for name in asked})
+                values = {name: getattr(options, name) for name in asked}
+                folder = resolve_folder(path_or_id, needs_config=options.config is None, **values)
                 watch = opened.enter_context(FileWatch(folder.parent if is_gguf(folder) else folder))
                 if not is_gguf(folder):  # a publish may replace the directory; read the one that `watch` observes
                     folder = watch.location

@@ -84,6 +84,7 @@ def resolve_folder(
     gguf_file: str | None = None,
     local_files_only: bool = False,
     all_but: Sequence[str] = (),
+    needs_config: bool = True,
 ) -> Path:
     """Return the local directory of a checkpoint: `path_or_id` itself, or the downloaded hub repository.
 
@@ -92,8 +93,8 @@ def resolve_folder(
     file, returns that file: `path_or_id` itself, `gguf_file`, or the only one in a directory without safetensors.
 
     Raises:
-        CheckpointError: If the directory does not exist, has no `config.json`, or has a PEFT adapter. Also if the GGUF
-            file does not exist, or there are several.
+        CheckpointError: If the directory does not exist, has no `config.json` (unless `needs_config` is False), or has
+            a PEFT adapter. Also if the GGUF file does not exist, or there are several.
     """
     folder = as_path(path_or_id)
     if is_gguf(folder) and folder.is_file():
@@ -126,7 +127,7 @@ def resolve_folder(
     while True:
         with FileWatch(folder / subfolder) as watch:
             try:
-                return _usable(watch.location, gguf_file)
+                return _usable(watch.location, gguf_file, needs_config)
             except PermissionError as error:
                 raise not_permitted(folder, error) from error
             except CheckpointError as error:
@@ -158,14 +159,14 @@ def _other_shards(folder: Path) -> list[str]:
     return sorted(name for name in found if name.endswith(".safetensors") and not (folder / name).is_file())
 
 
-def _usable(folder: Path, gguf_file: str | None) -> Path:
+def _usable(folder: Path, gguf_file: str | None, needs_config: bool) -> Path:
     """Return a directory, or the GGUF file in it, if it has a checkpoint."""
     may_be_gguf = gguf_file is not None or (any(map(is_gguf, folder.glob("*"))) and not _has_safetensors(folder))
     if may_be_gguf and (file := find_gguf(folder, gguf_file)) is not None:
         return file
     if (folder / ADAPTER_CONFIG_NAME).is_file():
         _refuse_adapter(folder)
-    if not (folder / CONFIG_NAME).is_file():
+    if needs_config and not (folder / CONFIG_NAME).is_file():
         detail = f"is missing{checkpoints_below(folder)}"
         advice = "pass the directory with config.json and the weights (see `subfolder`)"
         if (folder / CONFIG_NAME).is_symlink():

@@ -171,3 +171,15 @@ def test_model_class_loads_config_without_model_type(values: dict[str, Any], fol
     assert type(loaded.config) is HFLlama.config_class
     assert loaded.config.model_type == "llama"
     assert_same(loaded.state_dict(), expected)
+
+
+@pytest.mark.parametrize("as_file", [False, True])
+def test_config_argument_replaces_missing_file(as_file: bool, folder: Path, tmp_path: Path) -> None:
+    expected = nrl_models.AutoModelForCausalLM.from_pretrained(folder)
+    (tmp_path / "elsewhere").mkdir()
+    file = (folder / "config.json").rename(tmp_path / "elsewhere" / "config.json")
+    config: Any = file.parent if as_file else expected.config
+    loaded = nrl_models.AutoModelForCausalLM.from_pretrained(folder, config=config)
+    assert_same(loaded.state_dict(), expected.state_dict())
+    with pytest.raises(CheckpointError, match=r"config.json: is missing"):
+        nrl_models.AutoModelForCausalLM.from_pretrained(folder)
