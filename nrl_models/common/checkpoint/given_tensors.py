@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from nrl_models.common.checkpoint.files import CheckpointFiles, Identity
 from nrl_models.common.checkpoint.stored_tensors import StoredTensor
+from nrl_models.common.dtypes import unreadable
 from nrl_models.common.value_checks import require_names
 from nrl_models.errors import UnknownArgumentError, listed
 
@@ -70,4 +71,4 @@ class GivenTensors(CheckpointFiles):
 def _is_complete(value: object) -> bool:
     if not isinstance(value, torch.Tensor) or isinstance(value, DTensor):
         return False
-    return value.layout is torch.strided and value.device.type != "meta"
+    return not unreadable(value)

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from nrl_models.common.dtypes import unreadable
 from nrl_models.common.modules import is_flattened, without_wrappers
 from nrl_models.common.process_state import no_collections
 from nrl_models.common.state_dict import layouts
@@ -216,7 +217,7 @@ class LayoutTables:
 
 
 def require_tensors(state_dict: Mapping[str, object]) -> None:
-    """Check that all values are tensors.
+    """Check that all values are dense tensors. They may be on meta.
 
     Raises:
         StateDictError: If some are not.
@@ -228,8 +229,13 @@ def require_tensors(state_dict: Mapping[str, object]) -> None:
         for name, value in state_dict.items()
         if not isinstance(value, torch.Tensor)
     ]
+    problems += [
+        Problem(ProblemKind.DTYPE, name, unreadable(value))
+        for name, value in state_dict.items()
+        if isinstance(value, torch.Tensor) and (value.is_nested or value.layout is not torch.strided)
+    ]
     if problems:
-        raise StateDictError("state dict has other values than tensors", problems)
+        raise StateDictError("state dict has other values than dense tensors", problems)
 
 
 def _by_parameter(table: Mapping[str, HFTensor]) -> dict[str, list[HFTensor]]:

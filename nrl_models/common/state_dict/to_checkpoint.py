@@ -32,6 +32,7 @@ from nrl_models.common.state_dict.own_tensors import (
     TO_FILES,
     Gathered,
     read_all,
+    require_in_memory,
 )
 from nrl_models.common.state_dict.savable import (
     check_given_ties,
@@ -96,6 +97,7 @@ def to_checkpoint(
     else:
         state_dict = dict(Gathered({own_name(name): tensor for name, tensor in state_dict.items()}))
         adapter.check_own(state_dict, TO_FILES if has_peft else ())
+        require_in_memory(state_dict)
         check_given_ties(model, state_dict)
         # For a tied tensor, either name is sufficient.
         tied = {kept: state_dict[name] for name, kept in adapter.tied.items() if name in state_dict}

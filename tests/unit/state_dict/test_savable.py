@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -105,3 +106,22 @@ def test_state_dict_without_names_raises_like_loading(model: Any, kind: str, tmp
         messages.append(str(caught.value))
     assert messages[0] == messages[1]
     assert not (tmp_path / "saved").exists()
+
+
+@pytest.mark.parametrize("form", ["sparse", "nested", "meta"])
+def test_state_dict_without_dense_values_raises(form: str, model: Any, tmp_path: Path) -> None:
+    forms: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+        "sparse": torch.Tensor.to_sparse,
+        "nested": lambda tensor: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+        "meta": lambda tensor: tensor.to("meta"),
+    }
+    state_dict = model.state_dict()
+    state_dict["lm_head.weight"] = forms[form](state_dict["lm_head.weight"].detach())
+    with pytest.raises(StateDictError, match=r"lm_head.weight"):
+        model.save_pretrained(tmp_path, state_dict=state_dict)
+    assert not [*tmp_path.iterdir()]
+    with pytest.raises(UnknownArgumentError, match=r"lm_head.weight"):
+        AutoModelForCausalLM.from_pretrained(None, config=model.config, state_dict=state_dict)
+    if form != "meta":  # shapes can be converted
+        with pytest.raises(StateDictError, match=r"lm_head.weight"):
+            model.state_dict_adapter.from_hf(state_dict)
