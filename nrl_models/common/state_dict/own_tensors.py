@@ -18,6 +18,7 @@ from nrl_models.common.process_state import BUILDING
 from nrl_models.common.state_dict import layouts
 from nrl_models.common.state_dict.blocks import check_reads, check_writes
 from nrl_models.common.state_dict.kept_tensors import keep, kept_by
+from nrl_models.common.state_dict.matching import is_wide_float
 from nrl_models.common.upstream_conversions import loaded_conversions, set_loaded_conversions
 from nrl_models.common.upstream_torch import FLATTENED, FSDP1_NAME, is_traceable_wrapper_subclass, module_wrappers
 from nrl_models.common.views.view import HFTensor, place_of
@@ -288,10 +289,14 @@ def as_built(model: Any, dtype: torch.dtype | None = None) -> PreTrainedModel:
 
     Args:
         model: The model, for example one that FSDP1 has flattened.
-        dtype: Dtype of the result. Default: that of `model`. It is torch's default dtype during the call.
+        dtype: Dtype of the result, which is torch's default dtype during the call. Default: that of the first parameter
+            with a dtype that can be the default: not int8 or float8.
     """
+    if dtype is None:
+        dtypes = (parameter.dtype for parameter in model.parameters())
+        dtype = next(filter(is_wide_float, dtypes), torch.get_default_dtype())
     with BUILDING, torch.device("meta"):
-        built = type(model)._from_config(copy.deepcopy(model.config), dtype=dtype or model.dtype)
+        built = type(model)._from_config(copy.deepcopy(model.config), dtype=dtype)
     set_loaded_conversions(built, loaded_conversions(model))
     layouts.note_loaded_names(built, layouts.loaded_names(model))
     keep(built, kept_by(model))

@@ -54,6 +54,20 @@ def test_saving_weights_cast_in_place_raises(
     assert_same(stored(tmp_path / "complete"), stored(tmp_path / "assigned"))
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_saving_and_exporting_model_cast_as_a_whole_raises(model: Any, dtype: torch.dtype, tmp_path: Path) -> None:
+    """Such a model has no parameter whose dtype could be torch's default."""
+    model.requires_grad_(False)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+    with pytest.raises(StateDictError, match="quantized weights cannot be saved") as caught:
+        model.save_pretrained(tmp_path / "saved")
+    assert "model.norm.weight" in [problem.subject for problem in caught.value.problems]
+    assert not (tmp_path / "saved").exists()
+    with pytest.raises(StateDictError, match="quantized weights cannot be exported"):
+        next(model.state_dict_adapter.iter_export(model))
+
+
 @pytest.mark.parametrize("source", ["parameter", "state_dict", "model"])
 def test_saving_complex_weights_raises(model: Any, source: str, tmp_path: Path) -> None:
     """Loading would cast them to floats, and drop their imaginary parts."""
