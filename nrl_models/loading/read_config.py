@@ -12,7 +12,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from nrl_models.common.checkpoint.generations import require_links_inside
 from nrl_models.common.checkpoint.json_reading import read_object
-from nrl_models.common.checkpoint.limits import check_limits
+from nrl_models.common.checkpoint.limits import check_limits, negative_layers
 from nrl_models.common.checkpoint.local_path import CONFIG_NAME, is_gguf
 from nrl_models.common.config.at_fault import keys_at_fault
 from nrl_models.common.config.generation import generation_settings
@@ -224,6 +224,8 @@ def override(config: PreTrainedConfig, overrides: Mapping[str, Any]) -> None:
     if unknown:
         kind = f", or a key of {type(config).__name__}"
         raise UnknownArgumentError(unknown_keywords(unknown, (*KEYWORDS, *IMPLEMENTATIONS), config.to_dict(), kind))
+    if negative := next(negative_layers(overrides), None):
+        raise UnknownArgumentError(f"{negative.subject} {negative.detail}. Pass a different value, or leave it out")
     values = with_declared_types(type(config), overrides, "what was passed")
     # These also set other values, which their own keywords then replace, in any order of the keywords.
     first = [name for name in values if isinstance(getattr(config, name, None), PreTrainedConfig)]

@@ -33,6 +33,9 @@ _SIZES = re.compile(r"(_|^)(size|dims?|heads?|embeddings|positions|rank|width|ch
 _LIMITS = ((_PARTS, MOST_PARTS), (re.compile(r"(^|_)num_labels$"), MOST_LABELS), (_SIZES, MOST_ELEMENTS))
 """Pattern of keys, and their maximum value."""
 
+_LAYERS = re.compile(r"^(num_((hidden|encoder|decoder)_)?layers|n_layers?|(encoder|decoder)_layers|depth)$")
+"""Pattern of keys with a number of layers. A negative one builds a model without layers, without an error."""
+
 
 def check_limits(values: Mapping[str, Any], where: object) -> None:
     """Check that values of a configuration are within limits, before a class processes them.
@@ -43,11 +46,20 @@ def check_limits(values: Mapping[str, Any], where: object) -> None:
 
     Raises:
         ConfigurationError: If there are more than `MOST_PARTS` layers or experts, more than `MOST_LABELS` labels, or a
-            size above `MOST_ELEMENTS`. Lists all problems.
+            size above `MOST_ELEMENTS`. Also if there is a negative number of layers. Lists all problems.
     """
-    problems = list(_beyond(values, ""))
+    problems = [*_beyond(values, ""), *negative_layers(values)]
     if problems:
-        raise ConfigurationError(f"{where} has values above the limits", problems, ["correct the configuration"])
+        raise ConfigurationError(f"{where} has values outside the limits", problems, ["correct the configuration"])
+
+
+def negative_layers(values: Mapping[str, Any], prefix: str = "") -> Iterator[Problem]:
+    """Yield a problem for each negative number of layers in `values` and nested configurations."""
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            yield from negative_layers(value, f"{prefix}{key}.")
+        elif isinstance(key, str) and _LAYERS.search(key) and isinstance(value, (int, float)) and value < 0:
+            yield Problem(ProblemKind.CONFIG, f"{prefix}{key}", f"is {value}, expected at least 0 layers")
 
 
 def _beyond(values: Mapping[str, Any], prefix: str) -> Iterator[Problem]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import linecache
 import re
 import traceback
 from collections.abc import Iterator, Mapping
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig
 
-from nrl_models.common.config.keys import BOOKKEEPING
+from nrl_models.common.config.keys import BOOKKEEPING, is_token_id
 from nrl_models.errors import (
     ConfigurationError,
     FamilyImportError,
@@ -27,6 +28,12 @@ OR_REPORT = "; if transformers' own class accepts it, report a bug of this famil
 
 TORCH_ARGUMENTS = {"padding_idx": "pad_token_id", "num_embeddings": "vocab_size", "embedding_dim": "hidden_size"}
 """Arguments of torch's modules that its messages name, with the keys of their values."""
+
+_NEGATIVE = re.compile(r"negative dimension -(\d+)")
+"""torch's message for a negative size."""
+
+_NOT_SIZES = re.compile(r"(^|_)(layers?|index|idx)$")
+"""Keys whose values may be negative, because they count from the end: `vision_feature_layer`."""
 
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
 
@@ -83,9 +90,12 @@ def keys_at_fault(
     """Find configuration values that caused an error, from code and message.
 
     If torch does not have a dtype, returns the keys with that dtype. Otherwise, candidates are the values that the
-    innermost line of transformers' code names. Otherwise, those that the innermost function reads and whose type is in
-    the message. If some candidates are zero or negative, only these are returned; otherwise, if some were passed, only
-    these; otherwise, if some are quoted or named in the message, only these.
+    innermost statement of transformers' code names. Otherwise, those that the innermost function reads and whose type
+    is in the message. If some candidates are zero or negative, only these are returned; otherwise, if some were passed,
+    only these; otherwise, if some are quoted or named in the message, only these.
+
+    If torch reports a negative dimension, candidates must be negative. If the code names none, for example because a
+    module has copied the value, returns the negative sizes of the configuration that divide the dimension.
 
     Args:
         error: The caught error.
@@ -102,25 +112,46 @@ def keys_at_fault(
     message, named = str(error), {**dict(_flat(values, "")), **passed}
     arguments = {key for argument, key in TORCH_ARGUMENTS.items() if argument in message.lower()}
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    lines = [summary.line or "" for summary in traceback.extract_tb(error.__traceback__)]
+    lines = [_statement(summary) for summary in traceback.extract_tb(error.__traceback__)]
+    negative = _NEGATIVE.search(message)
     upstream = [
         (set(re.findall(r"\w+", line)), frame.f_code)
         for frame, line in zip(reversed(frames), reversed(lines), strict=True)
         if re.search(r"\b(transformers|families)\b", frame.f_code.co_filename)
     ]
     for words, _ in upstream:
-        if found := _among(named, words | _read_by_properties(config_class, words)):
+        found = _among(named, words | _read_by_properties(config_class, words))
+        if negative:
+            found = {path: value for path, value in found.items() if type(value) in (int, float) and value < 0}
+        if found:
             found |= _among(named, arguments)
             of_caller = {path: value for path, value in found.items() if path in passed}
             numbers = {path: value for path, value in found.items() if type(value) in (int, float)}
             not_positive = {path: value for path, value in numbers.items() if value <= 0}
             quoted = {path: value for path, value in found.items() if str(value) in message}
             return not_positive or of_caller or quoted or _among(found, arguments) or found
+    if negative:
+        return {path: value for path, value in named.items() if _is_factor(path, value, int(negative[1]))}
     for _, code in upstream:
         found = _among(named, {*code.co_names, *(name for name in code.co_consts if isinstance(name, str))})
         if quoted := {path: value for path, value in found.items() if f"'{type(value).__name__}'" in message}:
             return {path: value for path, value in quoted.items() if path in passed} or quoted
     return {}
+
+
+def _statement(summary: traceback.FrameSummary) -> str:
+    """Return the source of a traceback's entry, with all lines of an expression that has several."""
+    first = summary.lineno or 0
+    return "".join(
+        linecache.getline(summary.filename, line) for line in range(first, (summary.end_lineno or first) + 1)
+    )
+
+
+def _is_factor(path: str, value: Any, dimension: int) -> bool:
+    """Return True for a negative size that divides a dimension."""
+    key = path.rpartition(".")[2]
+    is_size = type(value) is int and value < 0 and not is_token_id(key) and not _NOT_SIZES.search(key)
+    return is_size and dimension % value == 0
 
 
 def _read_by_properties(config_class: type[PreTrainedConfig], names: set[str]) -> set[str]:

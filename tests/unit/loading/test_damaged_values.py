@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -12,10 +13,11 @@ import torch
 from checkpoints import edit_config
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from nrl_models import AutoModelForCausalLM, AutoModelForSequenceClassification
+from nrl_models import AutoModelForCausalLM, AutoModelForSequenceClassification, registry
 from nrl_models.common.checkpoint.files import CheckpointFiles
 from nrl_models.common.checkpoint.limits import check_limits, limited_build
 from nrl_models.errors import CheckpointError, ConfigurationError, NRLModelsError, UnknownArgumentError
+from nrl_models.testing.case import FamilyCase
 
 
 @pytest.fixture(autouse=True)
@@ -62,6 +64,29 @@ def test_invalid_config_value_raises(folder: Path, values: dict[str, Any], subje
         AutoModelForCausalLM.from_pretrained(folder)
     if subjects:
         assert sorted(problem.subject for problem in caught.value.problems) == subjects.split(", ")
+
+
+@pytest.mark.parametrize("key", ["num_attention_heads", "num_key_value_heads", "head_dim", "num_hidden_layers"])
+@pytest.mark.parametrize("value", [-2, -1])
+def test_negative_size_raises_with_its_key(folder: Path, key: str, value: int) -> None:
+    edit_config(folder, **{key: value})
+    with pytest.raises(ConfigurationError, match=rf"{key}: is {value}[:,]") as caught:
+        AutoModelForCausalLM.from_pretrained(folder)
+    assert [problem.subject for problem in caught.value.problems] == [key]
+
+
+@pytest.mark.parametrize("key", ["num_local_experts", "intermediate_size", "num_key_value_heads"])
+def test_negative_size_that_modules_copy_raises_with_its_key(key: str) -> None:
+    config = copy.deepcopy(FamilyCase(registry.model_class("MixtralForCausalLM")).config)
+    setattr(config, key, -2)
+    with pytest.raises(ConfigurationError, match=f"{key}: is -2: RuntimeError") as caught:
+        AutoModelForCausalLM.from_config(config)
+    assert [problem.subject for problem in caught.value.problems] == [key]
+
+
+def test_negative_number_of_layers_as_keyword_raises(folder: Path) -> None:
+    with pytest.raises(UnknownArgumentError, match="num_hidden_layers is -1, expected at least 0 layers"):
+        AutoModelForCausalLM.from_pretrained(folder, num_hidden_layers=-1)
 
 
 @pytest.mark.parametrize(
