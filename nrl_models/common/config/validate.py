@@ -48,10 +48,12 @@ class Findings:
     Args:
         problems: Settings that the model does not support.
         unread: Other keys that no code reads, by path, with their values.
+        required: Paths of problems with which the model's code fails, so ignoring the key does not help.
     """
 
     problems: list[Problem] = field(default_factory=list)
     unread: dict[str, Any] = field(default_factory=dict)
+    required: set[str] = field(default_factory=set)
 
 
 def check_config(
@@ -70,15 +72,13 @@ def check_config(
     found = examine(model_class, config, ignored)
     where = config.name_or_path or "the configuration"
     if found.problems:
-        wrong = tuple(problem.subject for problem in found.problems)
-        raise ConfigurationError(
-            f"{where} has settings that {model_class.__name__} does not support",
-            found.problems,
-            [
-                f"correct the configuration. If the model is correct without these settings, pass "
-                f"ignore_config_keys={wrong}, on the command line --ignore-config-key KEY"
-            ],
+        wrong = tuple(each.subject for each in found.problems if each.subject not in found.required)
+        ignore = (
+            f"correct the configuration. If the model is correct without these settings, pass "
+            f"ignore_config_keys={wrong}, on the command line --ignore-config-key KEY"
         )
+        summary = f"{where} has settings that {model_class.__name__} does not support"
+        raise ConfigurationError(summary, found.problems, [ignore] if wrong else [])
     if found.unread:
         keys = ", ".join(f"{path}: {shown(value)}" for path, value in found.unread.items())
         logger.warning_once(f"{where} has keys that nothing in {model_class.__name__} reads; they are ignored: {keys}")
@@ -108,6 +108,7 @@ def examine(
     check = _Check(model_class, config, ignored)
     check.unread(found)
     found.problems.extend(check.unsupported())
+    found.required.update(check.required)
     return found
 
 
@@ -123,6 +124,7 @@ class _Check:
         self.config = config
         self.ignored = ignored | ignored_here() | set(getattr(model_class, "ignored_config_keys", ()))
         self.values: Mapping[str, Collection[Any]] = getattr(model_class, "config_values", {})
+        self.required: set[str] = set()
 
     @cached_property
     def _defaults(self) -> PreTrainedConfig | None:
@@ -203,8 +205,8 @@ class _Check:
                 if self._is_ignored(f"{where}.rope_type", "rope_type"):
                     continue
                 if kind not in ROPE_TYPES and not is_named(kind, self.model_class, self.config):
-                    detail = f"is {shown(kind)}; only {' or '.join(map(repr, sorted(ROPE_TYPES)))} is supported"
-                    yield Problem(ProblemKind.UNSUPPORTED, f"{where}.rope_type", detail)
+                    self.required.add(f"{where}.rope_type")
+                    yield _unknown_rope_type(where, kind, "type" if former == kind else "rope_type")
                 elif former in ROPE_TYPES and former != kind:
                     detail = f"is {kind!r}, and type, its former name, is {former!r}; expected the same, or one of them"
                     yield Problem(ProblemKind.UNSUPPORTED, f"{where}.rope_type", detail)
@@ -237,6 +239,27 @@ class _Check:
             for inner in parts_of(part)
             if inner is not part
         )
+
+
+FORMER_ROPE_TYPES = {"su": "longrope"}
+"""Present names of rotary embeddings, by their former names."""
+
+
+def _unknown_rope_type(where: str, kind: Any, key: str) -> Problem:
+    """Return the problem of a rotary embedding that transformers lacks.
+
+    Args:
+        where: Path of the rotary parameters in the configuration.
+        kind: The rotary embedding.
+        key: The key that `config.json` has, in `rope_parameters` or in `rope_scaling`, the former name of these.
+    """
+    detail = f"is {shown(kind)}; only {' or '.join(map(repr, sorted(ROPE_TYPES)))} is supported"
+    present = FORMER_ROPE_TYPES.get(kind) if isinstance(kind, str) else None
+    value = f"{kind!r} is the former name of {present!r}. Change" if present else "correct"
+    advice = f"{value} the value of {key!r} in rope_scaling or rope_parameters of config.json"
+    if where == "rope_parameters":
+        advice += ", or pass all settings as rope_parameters={'rope_type': ..., 'rope_theta': ..., ...}"
+    return Problem(ProblemKind.UNSUPPORTED, f"{where}.rope_type", detail, advice=advice)
 
 
 WINDOWS = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}

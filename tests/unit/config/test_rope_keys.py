@@ -126,3 +126,25 @@ def test_base_of_dbrx_in_rope_parameters_loads(dbrx: Path, tmp_path: Path) -> No
     model.save_pretrained(tmp_path / "saved")
     AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
     AutoModelForCausalLM.from_pretrained(dbrx, ignore_config_keys="attn_config.rope_theta")
+
+
+@pytest.mark.parametrize(
+    ("scaling", "advice"),
+    [
+        (
+            {"type": "su", "factor": 2.0},
+            "'su' is the former name of 'longrope'. Change the value of 'type' in rope_scal",
+        ),
+        (
+            {"rope_type": "yarm", "factor": 2.0},
+            "correct the value of 'rope_type' in rope_scaling or rope_parameters of",
+        ),
+    ],
+    ids=str,
+)
+def test_advice_for_unknown_rope_type_works(scaling: dict[str, Any], advice: str, llama: Path) -> None:
+    _set_rope(llama, rope_scaling=scaling)
+    with pytest.raises(ConfigurationError, match=re.escape(f"What to do: {advice}")) as caught:
+        AutoModelForCausalLM.from_pretrained(llama)
+    assert "ignore_config_keys" not in str(caught.value)  # the model's code would fail with this value
+    AutoModelForCausalLM.from_pretrained(llama, rope_parameters=DEFAULT)  # type: ignore[call-arg]
