@@ -18,7 +18,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from nrl_models.common.checkpoint.files import CheckpointFiles
 from nrl_models.common.dtypes import kept_dtypes
 from nrl_models.common.logs import get_logger
-from nrl_models.common.modules import class_name, is_base_model, named_tensors
+from nrl_models.common.modules import class_name, is_base_model, named_tensors, predicts_words
 from nrl_models.common.process_state import no_collections
 from nrl_models.common.state_dict.adapter import StateDictAdapter
 from nrl_models.common.state_dict.kept_tensors import keeps_unused
@@ -46,11 +46,13 @@ class Tolerance:
         mismatched: Accepts tensors of another shape: they are initialized (`ignore_mismatched_sizes`).
         composite: The configuration of a composite checkpoint of which the model is a part. The other parts are not
             loaded.
+        passed: Keywords that replaced values of the configuration, for error messages.
     """
 
     new_head: bool = False
     mismatched: bool = False
     composite: PreTrainedConfig | None = None
+    passed: tuple[str, ...] = ()
 
 
 EXACT = Tolerance()
@@ -124,10 +126,12 @@ class Fit:
         others = [key for key in self.skipped if key not in known]
         if others or self.found.missing:
             shapes = [f"{key} has shape {tuple(was)}, not {tuple(new)}" for key, (was, new) in self.mismatched.items()]
+            initialized = ", ".join(self.found.missing) or "nothing"
+            initialized += f" ({listed(shapes, limit=8)})" if shapes else ""
+            skipped = "" if self.of_head | self.of_towers else "; skipped nothing"  # the next message lists these
+            skipped = f"; skipped {', '.join(others)}" if others else skipped
             logger.warning(
-                f"{files.folder} does not hold all of {class_name(model)}: initialized "
-                f"{', '.join(self.found.missing) or 'nothing'}{f' ({listed(shapes, limit=8)})' if shapes else ''}; "
-                f"skipped {', '.join(others) or 'nothing'}."
+                f"{files.folder} does not hold all of {class_name(model)}: initialized {initialized}{skipped}."
             )
         note_not_loaded(model, files, self.of_head, self.of_towers)
 
@@ -214,7 +218,10 @@ def fit_checkpoint(
         found.problems += _tie_problems(adapter, found, files, share)
     if found.problems:
         summary = f"{files.folder} does not fit {class_name(model)}"
-        advice = advice_for(model, adapter, names, found, new_head=tolerance.new_head)
+        has_new_head = tolerance.new_head
+        if predicts_words(model) and unknown:  # a new head is no remedy for other keys
+            has_new_head |= not set(unknown) <= head_keys(model, names.renamed, unknown, files.tensors, key_mapping)
+        advice = advice_for(model, adapter, names, found, new_head=has_new_head, passed=tolerance.passed)
         raise CheckpointError(summary, found.problems, advice)
     note_mtp(model, files, of_mtp, mtp)
     dtypes = _target_dtypes(model, adapter, dtype)

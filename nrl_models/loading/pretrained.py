@@ -161,7 +161,8 @@ def _require_plain_tensors(options: LoadOptions, quantized: PreTrainedConfig | N
 def _tolerance(source: Source, config: PreTrainedConfig) -> Tolerance:
     """Return the tolerance for a model built from `config`, all or a part of the checkpoint's configuration."""
     composite = source.config if config is not source.config else None
-    return Tolerance(source.options.new_head, source.options.ignore_mismatched_sizes, composite)
+    passed = tuple(name for name in source.overrides if name not in IMPLEMENTATIONS)
+    return Tolerance(source.options.new_head, source.options.ignore_mismatched_sizes, composite, passed)
 
 
 def _refuse_sharding(source: Source) -> None:

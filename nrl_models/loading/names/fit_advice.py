@@ -58,26 +58,32 @@ def require_head(model: PreTrainedModel, head: Collection[str]) -> None:
 def head_advice(model: PreTrainedModel, names: Iterable[str], new_head: bool) -> list[str]:
     """Return the advice to pass `new_head=True` if some of the tensors that a checkpoint lacks are a head's.
 
-    A language model gets none: its head is not a new one. Nor does a load that passed it.
+    A language model gets it if it lacks nothing but its head (the checkpoint of a reward model). A load that passed it
+    gets none.
 
     Args:
         model: The model to load.
         names: The model's tensors that the checkpoint lacks, or has in another shape.
         new_head: Whether it was passed.
     """
+    names = list(names)
     head = new_head_names(model, names)
-    if new_head or not head or is_base_model(model) or predicts_words(model):
+    if new_head or not head or is_base_model(model):
         return []
+    if predicts_words(model):
+        text = f"to train a new head on the model in this checkpoint pass new_head=True: it initializes {listed(head)}"
+        return [text] if len(head) == len(names) else []
     return [
         "for a new head on the model in this checkpoint (a reward model from a language model) pass new_head=True: "
         f"it initializes {listed(head)} and skips other heads"
     ]
 
 
+_SHAPE = ProblemKind.SHAPE
 _ADVICE = {
     ProblemKind.PARTIAL: "the checkpoint is incomplete: download or save it again",
     ProblemKind.DUPLICATED: "keep only one of the duplicated tensors",
-    ProblemKind.SHAPE: "config.json and the weights belong to different models",
+    _SHAPE: "config.json and the weights belong to different models",
     ProblemKind.DTYPE: (
         "quantized weights need a quantization_config in config.json: block-wise FP8 and MXFP4 are dequantized "
         "while loading, other methods use transformers' quantizers"
@@ -112,13 +118,27 @@ def wrapper_advice(adapter: StateDictAdapter, unexpected: Iterable[str]) -> list
 
 
 def advice_for(
-    model: PreTrainedModel, adapter: StateDictAdapter, names: CheckpointNames, found: Match, *, new_head: bool
+    model: PreTrainedModel,
+    adapter: StateDictAdapter,
+    names: CheckpointNames,
+    found: Match,
+    *,
+    new_head: bool,
+    passed: Collection[str] = (),
 ) -> list[str]:
-    """Return remedies for the problems in `found`."""
+    """Return remedies for the problems in `found`.
+
+    Args:
+        model, adapter, names, found: The model and its match with the checkpoint.
+        new_head: Whether a new head was requested, or cannot be a remedy.
+        passed: Keywords that replaced values of the configuration.
+    """
     kinds = {problem.kind for problem in found.problems}
     advice = wrapper_advice(adapter, (each.subject for each in found.problems if each.kind is ProblemKind.UNEXPECTED))
     if advice:
         return advice
+    if passed and {ProblemKind.MISSING, ProblemKind.UNEXPECTED, ProblemKind.SHAPE} & kinds:
+        advice.append(f"if the checkpoint fits its own config.json, leave out {', '.join(passed)}, which was passed")
     if ProblemKind.MISSING in kinds or ProblemKind.UNEXPECTED in kinds:
         advice.append(
             f"check that this is a complete checkpoint of {class_name(model)}; to load only part of it "
@@ -137,4 +157,4 @@ def advice_for(
         method = settings_of(part.quantization_config).get("quant_method")
         known = f"quantization_config has quant_method {method!r}, which neither nrl_models nor transformers reads"
         return [f"{known}: load the checkpoint that it was quantized from"]
-    return advice + [text for kind, text in _ADVICE.items() if kind in kinds]
+    return advice + [text for kind, text in _ADVICE.items() if kind in kinds and not (passed and kind is _SHAPE)]

@@ -133,7 +133,7 @@ def test_base_of_dbrx_in_rope_parameters_loads(dbrx: Path, tmp_path: Path) -> No
     [
         (
             {"type": "su", "factor": 2.0},
-            "'su' is the former name of 'longrope'. Change the value of 'type' in rope_scal",
+            "'su' is the former name of 'longrope'. Change the value of 'type' in rope",
         ),
         (
             {"rope_type": "yarm", "factor": 2.0},

@@ -368,3 +368,19 @@ def test_classifier_from_language_model(classifier: str, tmp_path: Path) -> None
         deviations = [tensors.pop(name).std(correction=0).item() for tensors in (state, theirs)]
         assert deviations[0] == pytest.approx(deviations[1], rel=0.3)
     assert_same(state, theirs)
+
+
+def test_advice_for_language_model_from_reward_model_works(
+    llama: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = AutoModelForSequenceClassification.from_pretrained(llama, new_head=True, num_labels=1)
+    assert "initialized score.weight." in caplog.text  # the next message lists what was skipped
+    model.save_pretrained(tmp_path / "rewards")
+    model.base_model.save_pretrained(tmp_path / "base")
+    for name in ("rewards", "base"):
+        with pytest.raises(CheckpointError, match=r"pass new_head=True: it initializes lm_head\.weight"):
+            AutoModelForCausalLM.from_pretrained(tmp_path / name, tie_word_embeddings=False)
+        AutoModelForCausalLM.from_pretrained(tmp_path / name, tie_word_embeddings=False, new_head=True)
+    with pytest.raises(CheckpointError, match="leave out num_labels, which was passed") as caught:
+        AutoModelForSequenceClassification.from_pretrained(tmp_path / "rewards", num_labels=3)
+    assert "different models" not in str(caught.value)
