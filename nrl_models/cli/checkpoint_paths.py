@@ -16,6 +16,7 @@ from nrl_models.common.checkpoint.local_path import (
     checkpoints_below,
     is_gguf,
     is_local,
+    resume_checkpoint_in,
     similar_checkpoint,
 )
 from nrl_models.errors import CheckpointError, UnknownArgumentError, visible
@@ -79,6 +80,8 @@ def checkpoint_path(text: str) -> Path:
     if os.path.lexists(path / CONFIG_NAME):  # also if it is a link to a file that does not exist
         _check_config(path / CONFIG_NAME)
     elif not (path / ADAPTER_CONFIG_NAME).exists() and not any(map(is_gguf, path.iterdir())):
+        if resume := resume_checkpoint_in(path):
+            raise typer.BadParameter(f"{text} {resume[0]}: {resume[1]}")
         # Loading reports adapter directories and GGUF files in more detail.
         raise typer.BadParameter(
             f"{text}: config.json is missing{checkpoints_below(path)}; expected a checkpoint directory"

@@ -23,6 +23,10 @@ GENERATION_NAME = "generation_config.json"
 WEIGHTS_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
 ADAPTER_CONFIG_NAME = "adapter_config.json"
+MANIFEST_NAME = "manifest.json"
+"""The file of a resume checkpoint's version that lists the other files."""
+VERSION = re.compile(r"version-([1-9]\d{0,17})")
+"""Names of the versions in a resume checkpoint."""
 
 CACHE_VARIABLE = "NRL_MODELS_CACHE"
 """The environment variable with the directory for downloads and results."""
@@ -124,6 +128,32 @@ def similar_checkpoint(path: Path, *, or_config: bool = False) -> str:
 def around(file: Path) -> str:
     """Return ` (did you mean ...?)` with a file's directory if that has a `config.json`, or an empty string."""
     return suggestion([str(file.parent)] if (file.parent / CONFIG_NAME).is_file() else [])
+
+
+def similar_in_current_directory(name: str) -> str:
+    """Return ` (did you mean ...?)` with the most similar directory or GGUF file in the current directory.
+
+    Args:
+        name: A string that may be a misspelled path or the name of a hub repository. With a `/`, nothing is similar.
+    """
+    return "" if "/" in name else similar_checkpoint(Path(name)).replace("(did you mean ", f"(did you mean .{os.sep}")
+
+
+def resume_checkpoint_in(folder: Path) -> tuple[str, str] | None:
+    """Return the problem and the advice if a directory is a resume checkpoint, or a version of one; None otherwise."""
+    try:
+        if VERSION.fullmatch(folder.name) and (folder / MANIFEST_NAME).is_file():
+            problem, whole = "is one version of a resume checkpoint, which save_checkpoint wrote", folder.parent
+        elif any(VERSION.fullmatch(file.parent.name) for file in folder.glob(f"*/{MANIFEST_NAME}")):
+            problem, whole = "is a resume checkpoint, which save_checkpoint wrote", folder
+        else:
+            return None
+    except OSError:
+        return None
+    return f"{problem}; expected a Hugging Face checkpoint", (
+        f"load the original checkpoint with from_pretrained(..., mesh=mesh), then call load_checkpoint({str(whole)!r}, "
+        "model). To get a Hugging Face checkpoint, call model.save_pretrained afterwards"
+    )
 
 
 def checkpoints_below(folder: Path) -> str:

@@ -14,7 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from nrl_models.common.checkpoint.json_reading import read_object
-from nrl_models.common.checkpoint.local_path import CONFIG_NAME, INDEX_NAME, WEIGHTS_NAME, is_pickle, leaves
+from nrl_models.common.checkpoint.local_path import (
+    CONFIG_NAME,
+    INDEX_NAME,
+    WEIGHTS_NAME,
+    is_pickle,
+    leaves,
+    resume_checkpoint_in,
+)
 from nrl_models.common.upstream import class_of_transformers
 from nrl_models.errors import CheckpointError, Problem, ProblemKind, listed, shown
 
@@ -109,6 +116,8 @@ def movable_index(file: Path) -> dict[str, Any] | None:
 def without_weights(folder: Path, weights_name: str, index_name: str) -> Problem:
     """Return the problem of a checkpoint that has neither of two files. Lists the weights that it has."""
     detail = f"has neither {weights_name} nor {index_name}"
+    if resume := resume_checkpoint_in(folder):
+        return Problem(ProblemKind.FORMAT, str(folder), resume[0], advice=resume[1])
     names = sorted(path.name for path in folder.glob("*.safetensors*"))
     variants = sorted({match[1] or match[2] for match in map(_VARIANT.fullmatch, names) if match})
     if not names:

@@ -29,7 +29,9 @@ from nrl_models.common.checkpoint.local_path import (
     is_gguf,
     is_local,
     not_permitted,
+    resume_checkpoint_in,
     similar_checkpoint,
+    similar_in_current_directory,
 )
 from nrl_models.common.checkpoint.named_weights import named_weights, note_repository, problem_of
 from nrl_models.errors import CheckpointError, Problem, ProblemKind, did_you_mean, listed, one_line
@@ -55,7 +57,8 @@ def _downloaded(path_or_id: str | Path, options: Mapping[str, Any]) -> Path:
     try:
         return Path(snapshot_download(str(path_or_id), **options))
     except (HfHubHTTPError, HFValidationError, OSError) as error:
-        detail = f"is not a directory, and cannot be fetched as a hub repository: {one_line(error)}"
+        similar = similar_in_current_directory(str(path_or_id))
+        detail = f"is not a directory{similar}, and cannot be fetched as a hub repository: {one_line(error)}"
         problem = Problem(ProblemKind.FILE, str(path_or_id), detail)
         advice = ["check the path; for a hub repository check its name, your token and the network"]
         raise CheckpointError(f"cannot load {path_or_id}", [problem], advice) from error
@@ -167,6 +170,10 @@ def _usable(folder: Path, gguf_file: str | None, needs_config: bool) -> Path:
     if (folder / ADAPTER_CONFIG_NAME).is_file():
         _refuse_adapter(folder)
     if needs_config and not (folder / CONFIG_NAME).is_file():
+        if resume := resume_checkpoint_in(folder):
+            raise CheckpointError(
+                f"cannot load {folder}", [Problem(ProblemKind.FORMAT, str(folder), resume[0])], [resume[1]]
+            )
         detail = f"is missing{checkpoints_below(folder)}"
         advice = "pass the directory with config.json and the weights (see `subfolder`)"
         if (folder / CONFIG_NAME).is_symlink():

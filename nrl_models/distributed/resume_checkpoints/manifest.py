@@ -20,13 +20,13 @@ from types import NoneType
 from typing import Any, get_args, get_origin, get_type_hints
 
 from nrl_models.common.checkpoint.json_reading import parse_object, read_bytes
-from nrl_models.common.checkpoint.local_path import CONFIG_NAME
+from nrl_models.common.checkpoint.local_path import CONFIG_NAME, MANIFEST_NAME
 from nrl_models.common.config.types import is_same_value
 from nrl_models.common.value_checks import is_number
 from nrl_models.distributed.resume_checkpoints.scalars import Scalar
 from nrl_models.errors import CheckpointError, Problem, ProblemKind, shown
 
-NAME = "manifest.json"
+NAME = MANIFEST_NAME
 FORMAT = 2
 """Format of checkpoints that this version writes. It also reads format 1, which has scalars without types."""
 

@@ -6,26 +6,24 @@ afterwards.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from nrl_models.common.checkpoint.local_path import CONFIG_NAME, as_path
+from nrl_models.common.checkpoint.local_path import CONFIG_NAME, VERSION, as_path
 from nrl_models.distributed.mesh import agreed, gather_over, is_first, place_in, reporting_dead_ranks
 from nrl_models.distributed.resume_checkpoints.manifest import NAME, Manifest, StatePart, WrittenFile, read_manifest
 from nrl_models.errors import CheckpointError, Problem, ProblemKind
 
-_VERSION = re.compile(r"version-([1-9]\d{0,17})")
 _OLD_MANIFEST = "training.json"
 
 
 def versions_in(folder: Path) -> list[Path]:
     """Return the versions in a folder, newest first; empty if the folder does not exist."""
     found = folder.iterdir() if folder.is_dir() else ()
-    numbers = sorted((int(match[1]) for path in found if (match := _VERSION.fullmatch(path.name))), reverse=True)
+    numbers = sorted((int(match[1]) for path in found if (match := VERSION.fullmatch(path.name))), reverse=True)
     return [folder / f"version-{number}" for number in numbers]
 
 
@@ -92,7 +90,7 @@ def _found(folder: Path) -> list[Path]:
         return found
     advice = "pass a folder written by save_checkpoint; load a Hugging Face checkpoint with from_pretrained"
     detail = "has no version-1, version-2, ... in it, so this is not a complete checkpoint"
-    if _VERSION.fullmatch(folder.name) and (folder / NAME).is_file():
+    if VERSION.fullmatch(folder.name) and (folder / NAME).is_file():
         detail = "is one version, and not the directory of the versions"
         advice = f"pass {folder.parent}, of which the newest version is loaded"
     elif (folder / _OLD_MANIFEST).is_file():

@@ -465,6 +465,20 @@ def test_hub_repo_offline_raises(name: str, monkeypatch: pytest.MonkeyPatch, tmp
     assert name in str(caught.value)
 
 
+@pytest.mark.parametrize(("name", "similar"), [("ckptt", "./ckpt"), ("q9.gguf", "./q8.gguf"), ("org/ckptt", None)])
+def test_hub_error_suggests_local_path(
+    name: str, similar: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "ckpt").mkdir()
+    (tmp_path / "q8.gguf").touch()
+    with pytest.raises(CheckpointError, match="cannot be fetched as a hub repository") as caught:
+        resolve_folder(name, cache_dir=tmp_path / "cache")
+    assert ("did you mean" in str(caught.value)) == (similar is not None)
+    assert similar is None or f"{name}: is not a directory (did you mean {similar}?)" in str(caught.value)
+
+
 def test_snapshot_download_patterns(llama_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     download_options: dict[str, Any] = {}
     texts = ("*.codes", "*.jinja", "*.json", "*.model", "*.py", "*.spm", "*.tiktoken", "*.txt", "*.vocab")

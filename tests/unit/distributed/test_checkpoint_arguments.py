@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,10 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import LlamaConfig
+from typer.testing import CliRunner
 
 from nrl_models import AutoModelForCausalLM, export_adapter
+from nrl_models.cli import app
 from nrl_models.distributed import load_checkpoint, parallelize, save_checkpoint
 from nrl_models.errors import CheckpointError, ShardingError, StateDictError, UnknownArgumentError
 
@@ -127,3 +130,28 @@ def test_paths_that_no_directory_can_have_raise(
     with pytest.raises((CheckpointError, UnknownArgumentError), match=r"is not a path|path is empty|expected a dir"):
         load_checkpoint(folder, model)
     assert not list(tmp_path.iterdir())
+
+
+def test_resume_checkpoint_is_not_loaded_as_hugging_face_checkpoint(model: Any, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    save_checkpoint(folder, model)
+    advice = re.escape(f"then call load_checkpoint({str(folder)!r}, model)")
+    with pytest.raises(CheckpointError, match=rf"(?s)run: is a resume checkpoint, .*{advice}") as caught:
+        AutoModelForCausalLM.from_pretrained(folder)
+    assert "did you mean" not in str(caught.value)
+    version = folder / "version-1"
+    with pytest.raises(CheckpointError, match=rf"(?s)version-1: is one version of a resume checkpoint.*{advice}"):
+        AutoModelForCausalLM.from_pretrained(version)
+    for path in (folder, version):
+        result = CliRunner().invoke(app, ["inspect", str(path)])
+        assert result.exit_code != 0
+        assert "load_checkpoint" in result.output
+        assert "did you mean" not in result.output
+
+
+def test_weights_next_to_manifest_load(model: Any, tmp_path: Path) -> None:
+    """A Hugging Face checkpoint that is called version-1, and has a file manifest.json of another program."""
+    folder = tmp_path / "version-1"
+    AutoModelForCausalLM.from_config(model.config).save_pretrained(folder)
+    (folder / "manifest.json").write_text("{}")
+    AutoModelForCausalLM.from_pretrained(folder)
