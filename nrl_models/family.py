@@ -258,7 +258,7 @@ class FamilyModel(RefusesReentrantCheckpointing, Upstream):
         """Load a PEFT adapter, as in transformers.
 
         Raises:
-            CheckpointError: The adapter is a local directory without safetensors, or with links out of it.
+            CheckpointError: The adapter is not found, has no safetensors, or has links out of its directory.
             PackageVersionError: The installed transformers does not accept the installed PEFT.
             UnknownArgumentError: `use_safetensors=False`, which requests a pickle.
         """

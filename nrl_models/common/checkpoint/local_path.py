@@ -74,12 +74,16 @@ def is_local(path_or_id: str | Path) -> bool:
     text = str(path_or_id)
     path = as_path(path_or_id)
     return (
-        text.startswith((".", "/", "~"))
-        or _REPOSITORY.fullmatch(text) is None
+        not may_be_repository(text)
         or path.is_dir()
         or (is_gguf(path) and path.is_file())
         or ("/" in text and path.parent.is_dir())
     )
+
+
+def may_be_repository(text: str) -> bool:
+    """Return True if a string has the form of a hub repository's name, and not that of a path."""
+    return not text.startswith((".", "/", "~")) and _REPOSITORY.fullmatch(text) is not None
 
 
 def is_gguf(path: str | Path) -> bool:

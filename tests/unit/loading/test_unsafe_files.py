@@ -25,6 +25,7 @@ from nrl_models import (
     start_engine,
 )
 from nrl_models.common.checkpoint.files import CheckpointFiles
+from nrl_models.common.trust import adapter_files
 from nrl_models.common.trust.adapter_files import require_safe_adapter
 from nrl_models.engines.vllm.vllm_lora import load_adapter as load_adapter_into_vllm
 from nrl_models.errors import CheckpointError, NRLModelsError, UnknownArgumentError
@@ -219,6 +220,42 @@ def test_load_adapter_arguments_cannot_load_pickles(llama_checkpoint: Path, tmp_
             call()
     require_safe_adapter({"peft_model_id": str(folder), "adapter_state_dict": tensors})  # reads no weights from files
     assert not (tmp_path / "ran").exists()
+
+
+def test_load_adapter_of_wrong_path_raises_without_retries(
+    llama_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = AutoModelForCausalLM.from_pretrained(llama_checkpoint)
+    (tmp_path / "adapter").mkdir()
+    monkeypatch.chdir(tmp_path)
+    fetched: list[str] = []
+
+    def fetch(name: str, file: str, **options: Any) -> str:
+        fetched.append(name)
+        raise OSError("no network")
+
+    monkeypatch.setattr(adapter_files, "hf_hub_download", fetch)
+    with pytest.raises(CheckpointError, match=r"no such directory \(did you mean adapter\?\)"):
+        model.load_adapter("./adaptr")
+    with pytest.raises(CheckpointError, match="nowhere: no such directory"):
+        model.load_adapter("adapter", adapter_kwargs={"subfolder": "nowhere"})
+    assert not fetched
+    with pytest.raises(
+        CheckpointError, match=r"is not a directory \(did you mean ./adapter\?\), and no .*: no network"
+    ):
+        model.load_adapter("adaptr")
+    assert fetched == ["adaptr"]
+
+
+def test_load_adapter_of_hub_repository(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "owner").mkdir()  # a local directory does not hide the owner's repositories
+    calls: list[tuple[str, dict[str, Any]]] = []
+    monkeypatch.setattr(adapter_files, "hf_hub_download", lambda name, file, **options: calls.append((name, options)))
+    require_safe_adapter({"peft_model_id": "owner/name", "adapter_kwargs": {"revision": "v1"}})
+    require_safe_adapter({"peft_model_id": "name", "local_files_only": True, "kwargs": {"token": "x"}})
+    require_safe_adapter({"peft_model_id": "name", "peft_config": {}})
+    assert calls == [("owner/name", {"revision": "v1"}), ("name", {"token": "x", "local_files_only": True})]
 
 
 @pytest.mark.long
