@@ -16,7 +16,7 @@ from nrl_models.common.logs import get_logger
 from nrl_models.common.state_dict.adapter import StateDictAdapter
 from nrl_models.common.upstream import class_of_transformers, classes_by_config
 from nrl_models.distributed.mesh import agreed
-from nrl_models.errors import RemoteCodeError, UnknownArchitectureError, UnknownArgumentError, did_you_mean, shown
+from nrl_models.errors import RemoteCodeError, UnknownArchitectureError, did_you_mean
 from nrl_models.family import FamilyModel
 from nrl_models.loading import pretrained
 from nrl_models.loading.options import LoadKeywords, NewModelKeywords, PathOrId
@@ -119,8 +119,7 @@ class _AutoModel:
         Raises:
             ConfigurationError, UnknownArchitectureError, FamilyImportError, RemoteCodeError: See `from_pretrained`.
         """
-        if not isinstance(config, PreTrainedConfig):
-            raise UnknownArgumentError(f"config={shown(config)}: expected a configuration, as of AutoConfig")
+        pretrained.require_config(config)
         registry.register_custom_configs()
         model_class = cls._class_for(config, None, trust_remote_code)
         return _with_adapter(pretrained.from_config(model_class, config, **options))

@@ -154,13 +154,14 @@ def embeddings(
     path: CheckpointPath,
     near_zero_threshold: Annotated[
         float,
-        number("A row is near zero if the absolute values of its elements are below FLOAT.", panel=BOUNDS),
+        number("A row is near zero if the absolute values of its elements are below FLOAT.", panel=BOUNDS, least=0),
     ] = 1e-10,
     identical_threshold: Annotated[
         float,
         number(
             "A row is constant (all values in it are equal) if the standard deviation of its values is below FLOAT.",
             panel=BOUNDS,
+            least=0,
         ),
     ] = 1e-8,
     reinitialize: Annotated[
@@ -187,6 +188,8 @@ def embeddings(
     from nrl_models.consistency.prompts import load_tokenizer
     from nrl_models.diagnostics.embeddings import diagnose_embeddings
 
+    if overwrite and reinitialize is None:
+        raise typer.BadParameter("--overwrite needs --reinitialize")
     folder = resolve_folder(path)
     result = diagnose_embeddings(
         folder,

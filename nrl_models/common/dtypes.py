@@ -12,6 +12,7 @@ from nrl_models.common.logs import get_logger
 from nrl_models.common.upstream import dtype_plan
 from nrl_models.common.upstream_conversions import build_glob_alternation
 from nrl_models.common.upstream_torch import functorch_transforms_are_active, is_batched
+from nrl_models.errors import did_you_mean
 
 logger = get_logger(__name__)
 
@@ -43,6 +44,14 @@ SHORT_NAMES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.floa
 def named_dtype(dtype: str | torch.dtype) -> str | torch.dtype:
     """Return the dtype for a short name (`bf16`); other values are returned unchanged."""
     return SHORT_NAMES.get(dtype, dtype) if isinstance(dtype, str) else dtype
+
+
+def dtype_names(name: object) -> str:
+    """Return the names of dtypes for a message about `name`, with the most similar one if there is any."""
+    full = {dtype_name(dtype): short for short, dtype in SHORT_NAMES.items()}
+    similar = did_you_mean(name.removeprefix("torch.") if isinstance(name, str) else name, [*full, *SHORT_NAMES])
+    listed = ", ".join(f"{name} ({short})" for name, short in full.items())
+    return f"{similar}: expected 'auto', {listed}, or their torch.dtype"
 
 
 def warn_of_rounding(model: nn.Module) -> None:

@@ -79,7 +79,13 @@ NAMES = (*ALIASES, *ALWAYS, "use_safetensors")
 """Keywords that are accepted."""
 
 
-def unknown_keywords(unknown: Iterable[str], known: Iterable[str], more: Iterable[str] = (), or_else: str = "") -> str:
+def unknown_keywords(
+    unknown: Iterable[str],
+    known: Iterable[str],
+    more: Iterable[str] = (),
+    or_else: str = "",
+    replaced: Mapping[str, str] | None = None,
+) -> str:
     """Return the error message for unknown keywords, with the most similar known ones.
 
     Args:
@@ -87,12 +93,14 @@ def unknown_keywords(unknown: Iterable[str], known: Iterable[str], more: Iterabl
         known: The options.
         more: Other names to suggest.
         or_else: Other accepted values, for the message.
+        replaced: Replacements for unknown keywords, in addition to `REPLACED`.
     """
+    replaced = REPLACED | dict(replaced or {})
     options, lines = list(known), []
     names = list(dict.fromkeys([*options, *more]))
     for name in unknown:
         hint = did_you_mean(name, names, count=3, cutoff=0.7)
-        lines.append(name + (f" (pass {REPLACED[name]})" if name in REPLACED else hint))
+        lines.append(name + (f" (pass {replaced[name]})" if name in replaced else hint))
     plural = "s" if len(lines) > 1 else ""
     return f"unknown keyword{plural} {', '.join(lines)}: expected one of {', '.join(options)}{or_else}"
 
@@ -196,13 +204,17 @@ def by_own_names(keywords: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(mapping := keywords.get("key_mapping"), Mapping):
         wrong += filter(None, (_wrong_renaming(*renaming) for renaming in mapping.items()))
     found: dict[str, Any] = {}
+    names: dict[str, str] = {}
     for name, value in keywords.items():
         if name in ALWAYS or name in _FROM_AUTO or name == "use_safetensors":
             continue
         own = ALIASES.get(name, name)
         if own in found and not _are_same(own, found[own], value):
-            wrong.append(f"{name}={value!r}: {own} is also passed, with the value {found[own]!r}")
-        found[own] = value
+            wrong.append(
+                f"{names[own]}={shown(found[own])} and {name}={shown(value)}: two names of the same option, "
+                f"with different values. Pass only {own}"
+            )
+        found[own], names[own] = value, name
     if wrong:
         raise UnknownArgumentError("; ".join(wrong))
     if "torch_dtype" in keywords:

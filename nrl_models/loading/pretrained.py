@@ -30,6 +30,7 @@ from nrl_models.errors import (
     Problem,
     ProblemKind,
     UnknownArgumentError,
+    shown,
 )
 from nrl_models.loading.fit import Tolerance
 from nrl_models.loading.keywords import ALIASES, by_own_names, unknown_keywords
@@ -71,6 +72,7 @@ def _loaded(model_class: type[PreTrainedModel], source: Source) -> tuple[PreTrai
             with blaming(config, f"check {model_class.__name__}", source.overrides):
                 check_config(model_class, config, options.ignore_config_keys)
             built_with = construction(model_class, options.combine, options.backend, device)
+            built_with |= _implementations(source.overrides)
             files: CheckpointFiles
             if options.state_dict is not None or folder is None:
                 _require_plain_tensors(options, quantized_part(config))
@@ -165,6 +167,11 @@ def _tolerance(source: Source, config: PreTrainedConfig) -> Tolerance:
     return Tolerance(source.options.new_head, source.options.ignore_mismatched_sizes, composite, passed)
 
 
+def _implementations(keywords: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keywords of implementations that are passed. They take precedence over `backend`."""
+    return {name: keywords[name] for name in IMPLEMENTATIONS if keywords.get(name) is not None}
+
+
 def _refuse_sharding(source: Source) -> None:
     if source.options.mesh is not None:
         problem = Problem(ProblemKind.DTYPE, "quantization_config", "a quantized model cannot be sharded")
@@ -173,6 +180,19 @@ def _refuse_sharding(source: Source) -> None:
 
 NEW_MODEL_OPTIONS = ("dtype", "device", "combine", "backend", "ignore_config_keys", *IMPLEMENTATIONS)
 """The options of `from_config`."""
+
+
+def require_config(config: object) -> None:
+    """Raise if the first argument of `from_config` is not a configuration.
+
+    Raises:
+        UnknownArgumentError: It is not.
+    """
+    if not isinstance(config, PreTrainedConfig):
+        raise UnknownArgumentError(
+            f"config={shown(config)}: expected a configuration, such as AutoConfig.from_pretrained(path). To load a "
+            "checkpoint with its weights, call from_pretrained(path)"
+        )
 
 
 def from_config(model_class: type[ModelT], config: PreTrainedConfig, **keywords: Any) -> ModelT:
@@ -197,7 +217,7 @@ def from_config(model_class: type[ModelT], config: PreTrainedConfig, **keywords:
         check_config(model_class, config, named.get("ignore_config_keys", ()))
     device = present_device(named.get("device") or device_in_context() or "cpu")
     options = construction(model_class, named.get("combine", "auto"), named.get("backend"), device)
-    passed = {name: named[name] for name in IMPLEMENTATIONS if name in named}
+    passed = _implementations(named)
     options |= passed
     if named.get("dtype") not in (None, "auto"):
         options["dtype"] = config.dtype = checked_dtype(named["dtype"])

@@ -17,6 +17,7 @@ from nrl_models.common.checkpoint.local_path import CONFIG_NAME, is_gguf
 from nrl_models.common.config.at_fault import keys_at_fault
 from nrl_models.common.config.generation import generation_settings
 from nrl_models.common.config.keys import is_value
+from nrl_models.common.config.rope_keys import KEYS as ROPE_KEYS
 from nrl_models.common.config.rope_keys import contradicting_keys
 from nrl_models.common.config.types import with_declared_types
 from nrl_models.common.config.validate import without_ignored
@@ -223,7 +224,15 @@ def override(config: PreTrainedConfig, overrides: Mapping[str, Any]) -> None:
         )
     if unknown:
         kind = f", or a key of {type(config).__name__}"
-        raise UnknownArgumentError(unknown_keywords(unknown, (*KEYWORDS, *IMPLEMENTATIONS), config.to_dict(), kind))
+        rope, replaced = getattr(config, "rope_parameters", None), dict[str, str]()
+        if isinstance(rope, Mapping) and not any(isinstance(value, Mapping) for value in rope.values()):
+            replaced = {
+                name: f"rope_parameters={dict(rope) | {name: overrides[name]}}"
+                for name in ROPE_KEYS
+                if name in overrides
+            }
+        known = (*KEYWORDS, *IMPLEMENTATIONS)
+        raise UnknownArgumentError(unknown_keywords(unknown, known, config.to_dict(), kind, replaced))
     if negative := next(negative_layers(overrides), None):
         raise UnknownArgumentError(f"{negative.subject} {negative.detail}. Pass a different value, or leave it out")
     values = with_declared_types(type(config), overrides, "what was passed")

@@ -12,12 +12,12 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from nrl_models.common.backend import BackendConfig, Combine, should_combine
 from nrl_models.common.checkpoint.files import CheckpointFiles
-from nrl_models.common.dtypes import named_dtype
+from nrl_models.common.dtypes import dtype_names, named_dtype
 from nrl_models.common.modules import owner_of
 from nrl_models.common.process_state import BUILDING, replaced_here
 from nrl_models.common.state_dict.matching import is_wide_float
 from nrl_models.common.upstream import mark_initialized
-from nrl_models.errors import ConfigurationError, Problem, ProblemKind, UnknownArgumentError
+from nrl_models.errors import ConfigurationError, Problem, ProblemKind, UnknownArgumentError, shown
 
 
 def build_skeleton(
@@ -120,7 +120,7 @@ def checked_dtype(dtype: str | torch.dtype) -> torch.dtype:
     dtype = named_dtype(dtype)
     resolved = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
     if not isinstance(resolved, torch.dtype) or not is_wide_float(resolved):
-        raise UnknownArgumentError(f"dtype={dtype!r}: expected 'auto' or a floating-point dtype such as torch.bfloat16")
+        raise UnknownArgumentError(f"dtype={shown(dtype)}{dtype_names(dtype)}")
     return resolved
 
 

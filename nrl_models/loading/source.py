@@ -206,7 +206,7 @@ def _named_path(path_or_id: str | Path | None, keywords: Mapping[str, Any]) -> t
     if len(given) > 1 or (not given and not complete):
         raise UnknownArgumentError(
             f"expected a directory or the name of a hub repository, once: as the first argument, or as {PATH_NAME}. "
-            "Without one, pass both config= and state_dict="
+            "Without one, pass both config= and state_dict=, or call from_config(config) for a model with new weights"
         )
     rest = {name: value for name, value in keywords.items() if name != PATH_NAME}
     return (given[0] if given else None), rest

@@ -125,6 +125,8 @@ MISTAKES = (
     ("new broken/config.json", "is not a JSON object"),
     ("new owner/name", "no such file or directory: owner/name"),
     ("convert checkpoint out --dtype fp8", "Invalid value for '--dtype'"),
+    ("diagnose embeddings checkpoint --overwrite", "--overwrite needs --reinitialize"),
+    ("diagnose embeddings checkpoint --near-zero-threshold=-1", "Invalid value for '--near-zero-threshold'"),
     ("inspect ./checkpoints", "no such directory: ./checkpoints (did you mean checkpoint?)"),
     ("plan checkpoint --mesh fdsp=2", "'fdsp=2': expected NAME=SIZE, each name of pp, fsdp, ep, tp at most once"),
     ("plan checkpoint --mesh fdsp=2", "(did you mean fsdp?)"),

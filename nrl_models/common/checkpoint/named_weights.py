@@ -123,7 +123,11 @@ def without_weights(folder: Path, weights_name: str, index_name: str) -> Problem
     if not names:
         return Problem(ProblemKind.FILE, str(folder), f"{detail}, and no other safetensors files")
     detail += f"; its safetensors files are {listed(names)}"
-    advice = [f"pass variant={' or '.join(map(repr, variants))}"] if variants else []
+    advice = (
+        [f"pass variant={' or '.join(map(repr, variants))} to from_pretrained (commands have no such option)"]
+        if variants
+        else []
+    )
     advice += ["leave out variant"] if weights_name != WEIGHTS_NAME and {WEIGHTS_NAME, INDEX_NAME} & {*names} else []
     return Problem(ProblemKind.FILE, str(folder), detail, advice=", or ".join(advice))
 

@@ -59,7 +59,7 @@ from nrl_models.distributed.resume_checkpoints.optimizer_state import (
 from nrl_models.distributed.resume_checkpoints.saved_versions import replaced, whole_version
 from nrl_models.distributed.resume_checkpoints.version_writing import VersionContents, write_version
 from nrl_models.distributed.sharding import require_module, sharded_model, sharding_of
-from nrl_models.errors import CheckpointError, Problem, ProblemKind
+from nrl_models.errors import CheckpointError, Problem, ProblemKind, UnknownArgumentError, shown
 
 
 def save_checkpoint(
@@ -95,7 +95,8 @@ def save_checkpoint(
         ShardingError: If ranks passed different progress, or another rank failed. The failed rank raises its own error.
             Also if the model is not sharded, or a wrapper has parameters (PEFT's prompts).
         UnknownArgumentError: If `folder` cannot be the path of a directory, `model` is not a module, for example if
-            the arguments are swapped, or `optimizer` is not an optimizer, such as a scheduler or a list.
+            the arguments are swapped, or `optimizer` is not an optimizer, such as a scheduler or a list. Also
+            if `wait` is not a bool.
 
     Examples:
         >>> import torch
@@ -116,6 +117,8 @@ def save_checkpoint(
     facts: OptimizerFacts | None = None
     with agreed(mesh, what):
         require_optimizer(optimizer)
+        if not isinstance(wait, bool):
+            raise UnknownArgumentError(f"wait={shown(wait)}: expected True or False")
         folder = folder_to_write(folder)
         finish_last(raising=True)
         own, adapter = sharding.written(model), sharding.adapter_of(model)

@@ -105,7 +105,11 @@ def test_git_lfs_pointers_of_gguf_file_and_tokenizer_are_reported(tmp_path: Path
     ("present", "variant", "expected"),
     [
         (WEIGHTS, "fp16", ["its safetensors files are model.safetensors", "leave out variant"]),
-        ("model.fp16.safetensors", None, ["are model.fp16.safetensors", "pass variant='fp16'"]),
+        (
+            "model.fp16.safetensors",
+            None,
+            ["are model.fp16.safetensors", "variant='fp16' to from_pretrained (comm"],
+        ),
         ("model.safetensors.index.fp16.json", "fp15", ["pass variant='fp16'"]),
         ("model-00001-of-00002.safetensors", None, ["are model-00001-of-00002.safetensors", "download or save"]),
         ("model.fp16-00001-of-00002.safetensors", None, ["download or save"]),

@@ -155,3 +155,9 @@ def test_weights_next_to_manifest_load(model: Any, tmp_path: Path) -> None:
     AutoModelForCausalLM.from_config(model.config).save_pretrained(folder)
     (folder / "manifest.json").write_text("{}")
     AutoModelForCausalLM.from_pretrained(folder)
+
+
+def test_wait_must_be_bool(model: Any, tmp_path: Path) -> None:
+    with pytest.raises(UnknownArgumentError, match="wait='no': expected True or False"):
+        save_checkpoint(tmp_path / "run", model, wait="no")  # type: ignore[arg-type]
+    assert not list(tmp_path.iterdir())

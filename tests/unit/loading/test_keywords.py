@@ -126,8 +126,20 @@ def test_keywords_with_default_values_have_no_effect(llama_checkpoint: Path) -> 
         (
             {"dtype": "bf16", "torch_dtype": "fp16"},
             UnknownArgumentError,
-            "torch_dtype='fp16': dtype is also passed",
+            "dtype='bf16' and torch_dtype='fp16': two names of the same option",
         ),
+        (
+            {"torch_dtype": "fp32", "dtype": "bf16"},
+            UnknownArgumentError,
+            "torch_dtype='fp32' and dtype='bf16': two names",
+        ),
+        (
+            {"dtype": "flaot32"},
+            UnknownArgumentError,
+            r"dtype='flaot32' \(did you mean float32\?\): expected 'auto', bfloat16 \(bf16\), ",
+        ),
+        ({"dtype": "torch.float32"}, UnknownArgumentError, r"dtype='torch.float32' \(did you mean float32\?\)"),
+        ({"rope_theta": 7.0}, UnknownArgumentError, r"rope_theta \(pass rope_parameters={.*'rope_theta': 7.0"),
         ({"use_safetensors": False}, UnknownArgumentError, "use_safetensors=False: .* Only safetensors are supported"),
         ({"model_type": "mistral"}, UnknownArgumentError, "model_type: not a configuration value"),
         ({"sub_configs": {}, "base_model_tp_plan": {}}, UnknownArgumentError, "sub_configs, base_model_tp_plan: "),
@@ -398,3 +410,27 @@ def test_quantization_config_of_another_type_raises(value: Any, folder: Path) ->
 def test_error_names_invalid_quantization_dictionary(value: dict[str, Any], folder: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"(?s)quantization_config.*was passed as .*pass a different value"):
         AutoModelForCausalLM.from_pretrained(folder, quantization_config=value)
+
+
+def test_errors_mention_from_config_and_from_pretrained() -> None:
+    with pytest.raises(UnknownArgumentError, match=r"or call from_config\(config\) for a model with new weights"):
+        AutoModelForCausalLM.from_pretrained(None, config=LlamaConfig())
+    with pytest.raises(
+        UnknownArgumentError, match=r"config='ckpt': .*AutoConfig\.from_pretrained\(path\)\. .* from_pret"
+    ):
+        AutoModelForCausalLM.from_config("ckpt")  # type: ignore[arg-type]
+
+
+def test_implementation_keyword_takes_precedence_over_backend(llama_checkpoint: Path) -> None:
+    backend = BackendConfig(attn="sdpa")
+    keywords: Any = {"attn_implementation": "eager", "backend": backend}
+    loaded = AutoModelForCausalLM.from_pretrained(llama_checkpoint, **keywords)
+    assert loaded.config._attn_implementation == "eager"
+    built = AutoModelForCausalLM.from_config(loaded.config, **keywords)
+    assert built.config._attn_implementation == "eager"
+    keywords["attn_implementation"] = None
+    for model in (
+        AutoModelForCausalLM.from_pretrained(llama_checkpoint, **keywords),
+        AutoModelForCausalLM.from_config(loaded.config, **keywords),
+    ):
+        assert model.config._attn_implementation == "sdpa"
