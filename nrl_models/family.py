@@ -14,7 +14,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from nrl_models.common.backend import Combine, should_combine
-from nrl_models.common.checkpoint.writing import checked_file_size, folder_to_write, staged
+from nrl_models.common.checkpoint.writing import checked_file_size, folder_to_write, require_save_keywords, staged
 from nrl_models.common.documents.packing import (
     WrapsReplacedForward,
     inner_models_keep_documents_apart,
@@ -320,9 +320,10 @@ class FamilyModel(RefusesReentrantCheckpointing, Upstream):
                 transformers' `add_adapter` are saved. Also if weights were cast to integers, complex numbers or 8-bit
                 floats, or names share tensors and the configuration does not tie them, as in transformers.
             CheckpointError: If configuration and model disagree about shapes or tied embeddings.
-            UnknownArgumentError: If an argument has the wrong type, or `save_directory` cannot be a directory's path.
+            UnknownArgumentError: If an argument is misspelled or of the wrong type, or `save_directory` is not a valid path.
         """
         save_directory, max_shard_size = folder_to_write(save_directory), checked_file_size(max_shard_size)
+        require_save_keywords(options, inspect.signature(super().save_pretrained).parameters)
         require_names({} if state_dict is None else state_dict)
         adapter = has_adapter(self)  # transformers then writes the adapter only
         if state_dict is None and not adapter:
@@ -336,9 +337,7 @@ class FamilyModel(RefusesReentrantCheckpointing, Upstream):
                 **options,
             )
             return
-        tensors: Any = state_dict
-        if not adapter:
-            tensors = to_checkpoint(self, state_dict, original_format=save_original_format)
+        tensors: Any = state_dict if adapter else to_checkpoint(self, state_dict, original_format=save_original_format)
         if not options.get("is_main_process", True):
             return  # before 5.15, transformers writes the weights all the same
         if options.get("push_to_hub"):

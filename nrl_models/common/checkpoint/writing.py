@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -17,7 +17,15 @@ from nrl_models.common.checkpoint.publication.durable import sync, sync_tree
 from nrl_models.common.checkpoint.publication.locks import TEMPORARY, locked, remove_dead, temporary
 from nrl_models.common.checkpoint.publication.publishing import publish
 from nrl_models.common.process_state import no_collections
-from nrl_models.errors import CheckpointError, Problem, ProblemKind, SaveError, UnknownArgumentError, shown
+from nrl_models.errors import (
+    CheckpointError,
+    Problem,
+    ProblemKind,
+    SaveError,
+    UnknownArgumentError,
+    did_you_mean,
+    shown,
+)
 
 WEIGHT_FILES = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.h5", "*.msgpack", "*.onnx", "*.onnx_data")
 """Patterns of weight files, in any framework's format."""
@@ -52,6 +60,26 @@ def checked_file_size(size: int | str) -> int | str:
     """
     check_size("max_shard_size", size, lambda size: split_torch_state_dict_into_shards({}, max_shard_size=size))
     return size
+
+
+_FORMER_KEYWORDS = ("safe_serialization", "save_function")
+"""Keywords of older transformers, without effect."""
+
+
+def require_save_keywords(options: Iterable[str], known: Iterable[str]) -> None:
+    """Check further keywords of `save_pretrained` for misspellings. Others are passed on: transformers ignores them.
+
+    Args:
+        options: Names of the keywords.
+        known: Parameters of transformers' `save_pretrained`.
+
+    Raises:
+        UnknownArgumentError: If a name is not known, but similar to a known one.
+    """
+    known = set(known) - {"kwargs"}
+    unknown = [name for name in options if name not in known and name not in _FORMER_KEYWORDS]
+    if similar := [name + hint for name in unknown if (hint := did_you_mean(name, known, cutoff=0.8))]:
+        raise UnknownArgumentError(f"unknown keyword of save_pretrained: {', '.join(similar)}")
 
 
 def check_size(option: str, size: int | str, parse: Callable[[int | str], object]) -> None:

@@ -434,3 +434,11 @@ def test_implementation_keyword_takes_precedence_over_backend(llama_checkpoint: 
         AutoModelForCausalLM.from_config(loaded.config, **keywords),
     ):
         assert model.config._attn_implementation == "sdpa"
+
+
+def test_misspelled_keyword_of_save_pretrained_raises(llama_config: LlamaConfig, tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_config(llama_config)
+    with pytest.raises(UnknownArgumentError, match=r"max_shard_sise \(did you mean max_shard_size\?\)"):
+        model.save_pretrained(tmp_path / "saved", max_shard_sise="2MB")
+    assert not list(tmp_path.iterdir())
+    model.save_pretrained(tmp_path / "saved", safe_serialization=True, save_function=torch.save, tags=["x"])
