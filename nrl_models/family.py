@@ -320,7 +320,7 @@ class FamilyModel(RefusesReentrantCheckpointing, Upstream):
                 transformers' `add_adapter` are saved. Also if weights were cast to integers, complex numbers or 8-bit
                 floats, or names share tensors and the configuration does not tie them, as in transformers.
             CheckpointError: If configuration and model disagree about shapes or tied embeddings.
-            UnknownArgumentError: If an argument is misspelled or of the wrong type, or `save_directory` is not a valid path.
+            UnknownArgumentError: If an argument is misspelled or of another type, or `save_directory` cannot be a path.
         """
         save_directory, max_shard_size = folder_to_write(save_directory), checked_file_size(max_shard_size)
         require_save_keywords(options, inspect.signature(super().save_pretrained).parameters)

@@ -184,12 +184,12 @@ def embeddings(
     json_file: JsonFile = None,
 ) -> None:
     """Find embedding rows that look untrained (NeMo RL's diagnostic 3). Needs no engine."""
+    if overwrite and reinitialize is None:
+        raise typer.BadParameter("--overwrite needs --reinitialize")
     from nrl_models.common.checkpoint.resolve_folder import resolve_folder
     from nrl_models.consistency.prompts import load_tokenizer
     from nrl_models.diagnostics.embeddings import diagnose_embeddings
 
-    if overwrite and reinitialize is None:
-        raise typer.BadParameter("--overwrite needs --reinitialize")
     folder = resolve_folder(path)
     result = diagnose_embeddings(
         folder,
