@@ -19,7 +19,7 @@ from nrl_models.common.upstream import is_initialized, mark_initialized
 from nrl_models.common.upstream_torch import StridedShard
 from nrl_models.distributed.checked_plan import plan_for
 from nrl_models.distributed.kept_dtypes import KeptApart, kept_parameters
-from nrl_models.distributed.mesh import SEED_ADVICE, agreed, check_mesh, describe, has_stages, rank_in, size_of
+from nrl_models.distributed.mesh import SEED_ADVICE, agreed, check_mesh, has_stages, rank_in, size_of
 from nrl_models.distributed.parallel_plan import (
     ParallelPlan,
     Plan,
@@ -33,7 +33,7 @@ from nrl_models.distributed.pipeline.crossing import copy_on_meta
 from nrl_models.distributed.pipeline.cut import Cut, cut_into
 from nrl_models.distributed.pipeline.stages import StandIn, keep_stages
 from nrl_models.distributed.replaced_parameters import mark_replaced
-from nrl_models.distributed.sharding import Sharding, sharding_of
+from nrl_models.distributed.sharding import Sharding, require_unsharded
 from nrl_models.distributed.tensor.divided_group import DividedGroup
 from nrl_models.distributed.tensor.local_tensors import OnLocalTensors, become, sum_gradients_over
 from nrl_models.distributed.tensor.packed_shards import describe_packed_shards, packing_of
@@ -69,9 +69,7 @@ def parallelize(model: PreTrainedModel, mesh: DeviceMesh, plan: Plan | ParallelP
     """
     check_mesh(mesh)
     with agreed(mesh, "shard the model", {"values": SEED_ADVICE}) as facts:
-        if getattr(model, "sharding", None) is not None:
-            problem = Problem(ProblemKind.MESH, describe(sharding_of(model).mesh), "is its mesh")
-            raise ShardingError("the model is sharded already", [problem])
+        require_unsharded(model, mesh, "parallelize(model, mesh, plan)")
         chosen = plan_for(model, mesh, plan)
         facts |= {"plan": chosen, **_facts(model)}
         cut = cut_for(model, mesh, chosen)

@@ -10,11 +10,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from nrl_models.common.documents.packing import models_to_decoder
-from nrl_models.common.modules import class_name, names_in_state_dict
+from nrl_models.common.modules import class_name, innermost, names_in_state_dict
 from nrl_models.common.state_dict.adapter import StateDictAdapter
 from nrl_models.common.state_dict.buckets import BufferPool, pool_of
 from nrl_models.common.state_dict.layouts import own_tensors
@@ -22,7 +23,7 @@ from nrl_models.common.state_dict.own_tensors import model_inside, own_state_dic
 from nrl_models.common.state_dict.ties import tied_names
 from nrl_models.common.views.view import HFTensor
 from nrl_models.distributed.forward_checks import ChecksForward, Slots, require_no_later_parameters
-from nrl_models.distributed.mesh import agreed, gather_over, rank_in, reporting_dead_ranks, size_of
+from nrl_models.distributed.mesh import agreed, describe, gather_over, rank_in, reporting_dead_ranks, size_of
 from nrl_models.distributed.parallel_plan import ParallelPlan
 from nrl_models.distributed.pipeline.stages import Stages
 from nrl_models.distributed.replaced_parameters import retie
@@ -224,6 +225,48 @@ def require_model(model: Any, call: str) -> None:
     """
     require_module(model, call)
     model_inside(model)
+
+
+def require_unsharded(model: Any, mesh: DeviceMesh, call: str) -> None:
+    """Check that a model can be sharded: it is not wrapped by torch, and neither it nor a part of it is sharded.
+
+    Layers that torch's `fully_shard` has sharded are allowed, unless `mesh` has `tp` or `ep`.
+
+    Raises:
+        UnknownArgumentError, StateDictError: See `require_model`.
+        ShardingError: If it is wrapped or sharded.
+    """
+    require_model(model, call)
+    if innermost(model, peft=False) is not model:
+        wrapper, inner = class_name(model), class_name(model_inside(model))
+        problem = Problem(ProblemKind.MESH, wrapper, f"wraps the {inner}; expected the {inner} itself")
+        raise ShardingError("the model is wrapped", [problem], ["shard the model before you wrap or compile it"])
+    sharded = {name: own for name, part in model.named_modules() if (own := vars(part).get("sharding")) is not None}
+    problems = [
+        Problem(ProblemKind.MESH, describe(sharding.mesh), f"is the mesh of {f'model.{name}' if name else 'the model'}")
+        for name, sharding in sharded.items()
+        if isinstance(sharding, Sharding)
+    ]
+    if not problems:
+        problems = _sharded_by_torch(model, mesh)
+    if problems:
+        advice = ["load the model without a mesh, and call parallelize(model, mesh) once, with the complete model"]
+        raise ShardingError("the model is sharded already", problems, advice)
+
+
+def _sharded_by_torch(model: PreTrainedModel, mesh: DeviceMesh) -> list[Problem]:
+    """Return the problem of a model that torch's `fully_shard` or `parallelize_module` has sharded."""
+    called = {id(part) for part in (model, *models_to_decoder(model))}
+    for name, part in model.named_modules():
+        if isinstance(part, FSDPModule) and id(part) in called:
+            subject = f"model.{name}" if name else "the model"
+            return [Problem(ProblemKind.MESH, subject, "torch's fully_shard has sharded it")]
+    dimensions = [name for name in ("tp", "ep") if name in (mesh.mesh_dim_names or ())]
+    divided = [name for name, parameter in model.named_parameters() if isinstance(parameter, DTensor)]
+    if dimensions and divided:
+        detail = f"is a DTensor already, which {' and '.join(dimensions)} cannot divide again"
+        return [Problem(ProblemKind.MESH, divided[0], detail)]
+    return []
 
 
 def sharding_of(model: nn.Module) -> Sharding:

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import LlamaConfig
 from typer.testing import CliRunner
@@ -81,6 +82,63 @@ def test_arguments_of_parallelize_with_other_types_raise(model: Any) -> None:
         with pytest.raises(ShardingError, match=message):
             parallelize(plain, mesh, plan)
     assert type(plain.lm_head.weight) is nn.Parameter
+
+
+def _part_before_model(model: Any, mesh: Any) -> Any:
+    parallelize(model.model, mesh)
+    return model
+
+
+def _fully_sharded(model: Any, mesh: Any) -> Any:
+    return fully_shard(model, mesh=mesh)
+
+
+def _base_fully_sharded(model: Any, mesh: Any) -> Any:
+    fully_shard(model.model, mesh=mesh)
+    return model
+
+
+def _in_ddp(model: Any, mesh: Any) -> Any:
+    return nn.parallel.DistributedDataParallel(model)
+
+
+def _compiled(model: Any, mesh: Any) -> Any:
+    return torch.compile(model)
+
+
+@pytest.mark.parametrize(
+    ("prepare", "message"),
+    [
+        (_part_before_model, r"fsdp=1: is the mesh of model\.model"),
+        (_fully_sharded, "the model: torch's fully_shard has sharded it"),
+        (_base_fully_sharded, r"model\.model: torch's fully_shard has sharded it"),
+        (_in_ddp, "DistributedDataParallel: wraps the LlamaForCausalLM; expected"),
+        (_compiled, "OptimizedModule: wraps the LlamaForCausalLM; expected"),
+    ],
+)
+def test_parallelize_leaves_sharded_or_wrapped_models_unchanged(
+    model: Any, prepare: Callable[[Any, Any], Any], message: str
+) -> None:
+    mesh = model.sharding.mesh
+    prepared = prepare(AutoModelForCausalLM.from_config(model.config), mesh)
+    kinds = [type(part) for part in prepared.modules()]
+    for _ in range(2):
+        with pytest.raises(ShardingError, match=message):
+            parallelize(prepared, mesh)
+    assert [type(part) for part in prepared.modules()] == kinds
+    assert "sharding" not in vars(prepared)
+
+
+def test_parallelize_shards_models_whose_layers_torch_has_sharded(model: Any) -> None:
+    mesh = model.sharding.mesh
+    plain = AutoModelForCausalLM.from_config(model.config)
+    tokens = torch.tensor([[1, 2, 3]])
+    expected = plain(tokens).logits
+    for layer in plain.model.layers:
+        fully_shard(layer, mesh=mesh)
+    with pytest.raises(ShardingError, match=r"is a DTensor already, which tp cannot divide again"):
+        parallelize(plain, init_device_mesh("cpu", (1,), mesh_dim_names=("tp",)))
+    assert torch.equal(parallelize(plain, mesh)(tokens).logits, expected)
 
 
 def test_export_of_sharded_adapters_raises_with_one_problem(model: Any) -> None:
