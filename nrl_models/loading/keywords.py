@@ -164,7 +164,14 @@ def _wrong_renaming(pattern: object, target: object) -> str:
         re.compile(pattern)  # type: ignore[call-overload]
     except (re.error, TypeError) as error:
         return f"key_mapping: {pattern!r} is not a regular expression ({error})"
-    return "" if isinstance(target, str) else f"key_mapping[{pattern!r}]={target!r}: expected the name to replace it by"
+    subject = f"key_mapping[{pattern!r}]={target!r}"
+    if not isinstance(target, str):
+        return f"{subject}: expected the name to replace it by"
+    try:
+        re.sub(pattern, target, "")  # type: ignore[call-overload]
+    except (re.error, IndexError) as error:
+        return f"{subject}: expected a replacement of re.sub with groups of the pattern ({error})"
+    return ""
 
 
 def _is_neutral(name: str, value: Any) -> bool:

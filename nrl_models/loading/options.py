@@ -19,9 +19,9 @@ from nrl_models.errors import UnknownArgumentError
 from nrl_models.loading.keywords import NAMES, by_own_names
 from nrl_models.loading.placement import (
     DeviceMap,
-    check_offload_folder,
     checked_map,
     checked_memory,
+    checked_offload_folder,
     device_around,
     present_device,
     refuse_meta,
@@ -139,7 +139,7 @@ class LoadOptions:
         if isinstance(device_map, dict) and "disk" in device_map.values():
             require_offload_folder(device_map, self.offload_folder)
         elif isinstance(device_map, str) and self.offload_folder is not None:
-            check_offload_folder(self.offload_folder)
+            checked_offload_folder(self.offload_folder)
         if isinstance(device_map, dict) and device_map.keys() == {""} and device_map[""] != "disk":
             return replace(self, device=device_map[""], device_map=None)
         return replace(self, device_map=device_map)

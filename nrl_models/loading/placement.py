@@ -14,7 +14,7 @@ import torch
 from accelerate.utils import check_device_map, convert_file_size_to_int
 from transformers import PreTrainedModel
 
-from nrl_models.common.checkpoint.writing import check_size
+from nrl_models.common.checkpoint.writing import check_size, path_to_write
 from nrl_models.common.upstream import (
     accelerate_dispatch,
     check_and_set_device_map,
@@ -86,17 +86,21 @@ def require_offload_folder(places: Mapping[str, object], offload_folder: str | P
     if offload_folder is None:
         names = [name or "the model" for name, place in places.items() if place == "disk"]
         raise UnknownArgumentError(f"device_map: {listed(names)} on 'disk': pass offload_folder, the directory for it")
-    check_offload_folder(offload_folder)
-    return Path(offload_folder)
+    return checked_offload_folder(offload_folder)
 
 
-def check_offload_folder(offload_folder: str | Path) -> None:
-    """Raise UnknownArgumentError if a directory cannot be created because a part of its path is a file."""
-    folder = Path(offload_folder)
+def checked_offload_folder(offload_folder: str | Path) -> Path:
+    """Return `offload_folder`, which need not exist, with `~` expanded.
+
+    Raises:
+        UnknownArgumentError: If a part of its path is a file, or no directory can have that path.
+    """
+    folder = path_to_write("offload_folder", offload_folder)
     if files := [path for path in (folder, *folder.parents) if path.is_file()]:
         raise UnknownArgumentError(
             f"offload_folder={str(folder)!r}: {files[0]} is a file, expected a directory: pass another directory"
         )
+    return folder
 
 
 def _own_folder(places: Mapping[str, object], offload_folder: str | Path | None) -> Path:
@@ -150,6 +154,8 @@ def checked_map(device_map: DeviceMap) -> str | dict[str, Any]:
         raise _no_device("device_map", device_map, [*STRATEGIES, "a device for each module"])
     if isinstance(device_map, Mapping):
         places = dict(device_map)
+        if not places:
+            raise UnknownArgumentError("device_map={}: expected a device for each module, or {'': device} for all")
     else:
         present_device(device_map, "device_map")
         as_map: Any = check_and_set_device_map(device_map)

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.utils.rnn import pad_sequence
 
+from nrl_models.common.checkpoint.writing import path_to_write
 from nrl_models.common.logs import get_logger
 from nrl_models.common.modules import innermost
 from nrl_models.consistency.capsule.capsule_file import MEGABYTE, CapsuleKind, Contents, Limits
@@ -33,6 +34,7 @@ from nrl_models.consistency.capsule.trainer_tensors import (
     weight_digests,
 )
 from nrl_models.engines.engine_types import Sample
+from nrl_models.errors import UnknownArgumentError, shown
 from nrl_models.logprobs.metrics import shown_error
 from nrl_models.logprobs.microbatches import ranks_of
 from nrl_models.watch.diagnosis import DriftEvidence
@@ -59,14 +61,20 @@ class CapsuleWriter:
     Args:
         target: a file for the first failure, or a directory for one file per failure, at most `MOST_FILES`. A path
             without a suffix is a directory. With several ranks, names of files end in the rank.
-        limits: size of a capsule.
+        limits: size of a capsule. Default: `Limits()`.
 
     Attributes:
+        target: the path with `~` expanded.
         written: number of files so far.
+
+    Raises:
+        UnknownArgumentError: an argument has another type, or no file can have that path.
     """
 
-    def __init__(self, target: Path, limits: Limits) -> None:
-        self.target, self.limits = target, limits
+    def __init__(self, target: str | Path, limits: Limits | None = None) -> None:
+        if limits is not None and not isinstance(limits, Limits):
+            raise UnknownArgumentError(f"capsule_limits={shown(limits)}: expected Limits: call Limits(megabytes=...)")
+        self.target, self.limits = path_to_write("capsule", target), limits or Limits()
         self.written: list[Path] = []
 
     def write(

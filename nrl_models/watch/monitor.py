@@ -28,7 +28,7 @@ from nrl_models.watch.probes import Probes
 from nrl_models.watch.record import Log, Recorder
 from nrl_models.watch.rollout_tensors import RolloutStep, draft_names, require_options, require_sides, whole_numbers
 from nrl_models.watch.step_metrics import Bars, StepMetrics, step_metrics
-from nrl_models.watch.syncs import Sync, SyncLog, digested_after_check, warn_without_digests
+from nrl_models.watch.syncs import Sync, SyncLog, digested_after_check, require_sync, warn_without_digests
 from nrl_models.watch.trainer_changes import TrainerChanges
 from nrl_models.watch.watch_results import WatchResults
 
@@ -69,7 +69,7 @@ class Watch:
         history: metrics of the last steps.
 
     Raises:
-        UnknownArgumentError: An argument has a wrong type or value, or probes have different lengths.
+        UnknownArgumentError: An argument has a wrong type or value, or probes have different lengths or unknown tokens.
         SaveError: `log` or `capsule` cannot be written.
 
     Examples:
@@ -111,7 +111,7 @@ class Watch:
         self.history: deque[StepMetrics] = deque(maxlen=HISTORY)
         self._ranks = ranks_of(None)
         self._compute, self._changes = compute, TrainerChanges(optimizer, tokenizer)
-        writer = None if capsule is None else CapsuleWriter(Path(capsule), capsule_limits or Limits())
+        writer = None if capsule is None else CapsuleWriter(capsule, capsule_limits)
         self._results = WatchResults(Recorder(log), writer, self._ranks)
         self.findings = self._results.findings
         names, version = () if model is None else draft_names(model), 0 if engine is None else engine.version
@@ -203,6 +203,7 @@ class Watch:
         Raises:
             DriftError: something is wrong, and `fail`. With several ranks, `before_update` raises it.
         """
+        require_sync(sent, report)
         version = report.version if version is None and report is not None else version
         before = self._syncs
         transfer = Transfer(

@@ -11,14 +11,16 @@ import torch
 from torch import nn
 
 from nrl_models.common.forward.evaluation import evaluating
-from nrl_models.common.modules import device_of, innermost, peft_modules
+from nrl_models.common.modules import device_of, innermost, input_embeddings, peft_modules
 from nrl_models.engines.base import Engine
 from nrl_models.engines.scores import final_scores
+from nrl_models.errors import UnknownArgumentError
 from nrl_models.inputs.model_inputs import text_ids
 from nrl_models.logprobs import rollout_logprobs
 from nrl_models.logprobs.metrics import token_mult_prob_error
 from nrl_models.logprobs.sampling import Sampling
 from nrl_models.parity.noise import rounded_otherwise
+from nrl_models.watch.rollout_tensors import token_rows
 
 ROWS, LENGTH = 4, 64
 """Default number of probe sequences, and their length in tokens."""
@@ -36,6 +38,9 @@ class Probes:
         sequences: token IDs, all of one length. Default: random text tokens.
         compute: dtype of the trainer's autocast; None for none.
 
+    Raises:
+        UnknownArgumentError: a token ID is not in the vocabulary, or see `token_rows`.
+
     Attributes:
         trainer: the trainer's log-probabilities `(rows, length - 1)`, fp64, by version of the weights.
         engine_scores: the engine's log-probabilities, by version.
@@ -49,7 +54,11 @@ class Probes:
         compute: torch.dtype | None = None,
     ) -> None:
         self.model, self.engine, self.compute = model, engine, compute
-        self.tokens = torch.tensor([list(row) for row in sequences]) if sequences else self._random_tokens()
+        rows = token_rows(sequences)
+        self.tokens = torch.tensor(rows) if rows else self._random_tokens()
+        weight = getattr(input_embeddings(innermost(model)), "weight", None)
+        if rows and weight is not None and len(weight.shape) == 2 and (last := int(self.tokens.max())) >= len(weight):
+            raise UnknownArgumentError(f"probes have the token {last}: the model has {len(weight)} tokens")
         self.trainer: dict[int, torch.Tensor] = {}
         self.engine_scores: dict[int, torch.Tensor] = {}
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
+from nrl_models.common.checkpoint.writing import path_to_write
 from nrl_models.common.logs import get_logger
 from nrl_models.common.value_checks import finite_or_none
-from nrl_models.errors import one_line
+from nrl_models.errors import UnknownArgumentError, one_line, shown
 from nrl_models.watch.finding import Finding, Severity
 
 logger = get_logger(__name__)
@@ -29,12 +31,19 @@ class Recorder:
         log: a file, a function, or a list of them.
 
     Attributes:
-        files: the files.
+        files: the files, with `~` expanded.
+
+    Raises:
+        UnknownArgumentError: `log` has another type, or no file can have that path.
     """
 
     def __init__(self, log: Log | Sequence[Log]) -> None:
-        logs: list[Log] = [log] if isinstance(log, (str, Path)) or callable(log) else list(log)
-        self.files = [Path(one) for one in logs if isinstance(one, (str, Path))]
+        is_single = isinstance(log, (str, Path)) or callable(log)
+        logs: list[Any] = [log] if is_single or not isinstance(log, Iterable) else list(log)
+        if wrong := [one for one in logs if not isinstance(one, (str, Path)) and not callable(one)]:
+            expected = "a file, a function of (values, step), or a list of them"
+            raise UnknownArgumentError(f"log={shown(log)}: {shown(wrong[0])} is not a log; expected {expected}")
+        self.files = [path_to_write("log", one) for one in logs if isinstance(one, (str, Path))]
         self._functions = [one for one in logs if callable(one)]
 
     def write(

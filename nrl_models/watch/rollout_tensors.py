@@ -57,7 +57,7 @@ class RolloutStep(NamedTuple):
             UnknownArgumentError: an argument is missing, or has a wrong type.
             ValueError: the shapes differ.
         """
-        rows, scored = list(samples or ()), None
+        rows, scored = _sample_rows(samples), None
         if isinstance(trainer, TokenLogprobs):
             scored = trainer.mask
             trainer = trainer.logprobs
@@ -122,6 +122,48 @@ class RolloutStep(NamedTuple):
         pairs = zip(tokens, self.samples, strict=False)
         wrong = tuple(row for row, (own, sample) in enumerate(pairs) if tuple(own) != sample.sequence)
         return wrong, len(tokens), len(self.samples)
+
+
+def _sample_rows(samples: Any) -> list[Sample]:
+    """Return the samples of a step as a list.
+
+    Raises:
+        UnknownArgumentError: `samples` has something else, such as the trainer's result.
+    """
+    rows = list(samples) if isinstance(samples, Iterable) and not isinstance(samples, TokenLogprobs) else [samples]
+    if samples is None:
+        return []
+    if wrong := [row for row in rows if not (hasattr(row, "sequence") and hasattr(row, "logprobs"))]:
+        kind = f"a {type(wrong[0]).__name__}"
+        raise UnknownArgumentError(
+            f"samples has {kind}, expected samples of an engine: call before_update(samples, trainer)"
+        )
+    return rows
+
+
+def token_rows(probes: Any) -> list[list[int]]:
+    """Return probes as lists of token IDs; an empty list for None.
+
+    Args:
+        probes: rows of token IDs, or a tensor of whole numbers `(rows, length)`.
+
+    Raises:
+        UnknownArgumentError: `probes` is something else, or a token ID is negative or not a whole number.
+    """
+    rows = probes.tolist() if hasattr(probes, "tolist") else () if probes is None else probes
+    expected = "expected rows of token IDs, such as [[11, 12, 13]]"
+    if not isinstance(rows, Iterable) or isinstance(rows, (str, bytes)):
+        raise UnknownArgumentError(f"probes={shown(probes)}: {expected}")
+    found: list[list[int]] = []
+    for row in rows:
+        tokens = row.tolist() if hasattr(row, "tolist") else row
+        if not isinstance(tokens, Iterable) or isinstance(tokens, (str, bytes)):
+            raise UnknownArgumentError(f"probes have the row {shown(row)}: {expected}")
+        tokens = [token.item() if isinstance(token, torch.Tensor) else token for token in tokens]
+        if wrong := [token for token in tokens if not is_integer(token)]:
+            raise UnknownArgumentError(f"probes have the token {shown(wrong[0])}: {expected}")
+        found.append([int(token) for token in tokens])
+    return found
 
 
 def whole_numbers(versions: Iterable[int] | None) -> list[int] | None:
@@ -235,11 +277,12 @@ def require_options(
     """
     if not isinstance(fail, bool):
         raise UnknownArgumentError(f"fail={shown(fail)}: expected True or False")
-    if not is_number(max_staleness, 0, math.inf):
-        raise UnknownArgumentError(f"max_staleness={shown(max_staleness)}: expected a number of syncs, at least 0")
+    if not is_number(max_staleness, 0, math.inf) or not (math.isinf(max_staleness) or max_staleness % 1 == 0):
+        raise UnknownArgumentError(f"max_staleness={shown(max_staleness)}: expected a number of syncs: 0, 1 or more")
     if not is_integer(probe_every):
         raise UnknownArgumentError(f"probe_every={shown(probe_every)}: expected a whole number, at least 0")
     if compute is not None and not (isinstance(compute, torch.dtype) and compute.is_floating_point):
         raise UnknownArgumentError(f"compute={shown(compute)}: expected a floating-point torch.dtype, or None")
-    if probes and (lengths := {len(row) for row in probes}) and (len(lengths) > 1 or min(lengths) < 2):
+    rows = token_rows(probes)
+    if (lengths := {len(row) for row in rows}) and (len(lengths) > 1 or min(lengths) < 2):
         raise UnknownArgumentError(f"probes have {sorted(lengths)} tokens: expected one length of at least 2")

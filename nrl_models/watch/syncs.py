@@ -4,16 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from nrl_models.common.logs import get_logger
 from nrl_models.engines.digests import NO_DIGESTS, tensor_digest
 from nrl_models.engines.engine_types import NamedTensor, RefitReport
+from nrl_models.errors import UnknownArgumentError, shown
 from nrl_models.watch.finding import Cause, Finding, Severity
 
 logger = get_logger(__name__)
 
 DRAFT_SYNCS = 3
 """Syncs with a changed model and unchanged draft layers before these count as frozen."""
+
+
+def require_sync(sent: Any, report: Any) -> None:
+    """Check the arguments of `Watch.after_sync`; None is an argument that was not passed.
+
+    Raises:
+        UnknownArgumentError: one has another type.
+    """
+    if sent is not None and not isinstance(sent, Mapping):
+        raise UnknownArgumentError(f"sent={shown(sent)}: expected a digest for each sent tensor, by name")
+    if report is not None and not hasattr(report, "digests"):
+        raise UnknownArgumentError(f"report={shown(report)}: expected the RefitReport that engine.refit returns")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

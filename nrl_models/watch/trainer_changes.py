@@ -19,10 +19,16 @@ class TrainerChanges:
         tokenizer: The trainer's tokenizer, if known.
 
     Raises:
-        UnknownArgumentError: See `follow`.
+        UnknownArgumentError: The tokenizer has no vocabulary, or see `follow`.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer | None, tokenizer: Any) -> None:
+        if tokenizer is not None and (isinstance(tokenizer, type) or not hasattr(tokenizer, "get_vocab")):
+            kind = (
+                shown(tokenizer) if isinstance(tokenizer, (str, int, float, type)) else f"a {type(tokenizer).__name__}"
+            )
+            advice = "pass processor.tokenizer" if hasattr(tokenizer, "tokenizer") else "pass the tokenizer itself"
+            raise UnknownArgumentError(f"tokenizer is {kind}, expected a tokenizer of transformers: {advice}")
         self._tokenizer = tokenizer
         self._learning_rate: float | None = None
         self._vocabulary = fingerprint(tokenizer)

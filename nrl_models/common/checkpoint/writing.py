@@ -42,14 +42,32 @@ def folder_to_write(folder: str | os.PathLike[str]) -> Path:
         raise UnknownArgumentError(f"{shown(folder)}: expected a directory to save into, as a string or a path")
     if not os.fspath(folder):
         raise UnknownArgumentError("the directory to save into is empty: pass '.' for the current directory")
+    return _expanded(folder, f"{shown(str(folder))} is not a directory to save into")
+
+
+def path_to_write(option: str, path: str | os.PathLike[str]) -> Path:
+    """Return a path from an option, of a file or a directory to write, with `~` expanded.
+
+    Args:
+        option: Name of the option, for the message.
+        path: Its value.
+
+    Raises:
+        UnknownArgumentError: If it is neither a string nor a path, or no file can have that path.
+    """
+    if not isinstance(path, str | os.PathLike) or not isinstance(os.fspath(path), str):
+        raise UnknownArgumentError(f"{option}={shown(path)}: expected a path, as a string or a pathlib.Path")
+    return _expanded(path, f"{option}={shown(str(path))} is not a path to write to")
+
+
+def _expanded(path: str | os.PathLike[str], summary: str) -> Path:
     try:
-        path = Path(folder).expanduser()
+        expanded = Path(path).expanduser()
         with suppress(FileNotFoundError, NotADirectoryError, PermissionError):
-            os.stat(path)
+            os.stat(expanded)
     except (OSError, RuntimeError, ValueError) as error:
-        detail = getattr(error, "strerror", None) or error
-        raise UnknownArgumentError(f"{shown(str(folder))} is not a directory to save into: {detail}") from error
-    return path
+        raise UnknownArgumentError(f"{summary}: {getattr(error, 'strerror', None) or error}") from error
+    return expanded
 
 
 def checked_file_size(size: int | str) -> int | str:

@@ -183,6 +183,12 @@ def test_keywords_with_default_values_have_no_effect(llama_checkpoint: Path) -> 
             for folder in (__file__, f"{__file__}/below")
         ),
         ({"device_map": {"": "disk"}}, UnknownArgumentError, "the model on 'disk': pass offload_folder"),
+        ({"device_map": {}}, UnknownArgumentError, r"device_map={}: expected a device for each module"),
+        (
+            {"key_mapping": {"^model": r"\1"}},
+            UnknownArgumentError,
+            r"key_mapping\['\^model'\]=.*: expected a replacement",
+        ),
         ({"local_file_only": True}, UnknownArgumentError, r"local_file_only \(did you mean local_files_only\?\)"),
         ({"torch_dtpye": "auto"}, UnknownArgumentError, r"torch_dtpye \(did you mean torch_dtype\?\)"),
         ({"backend_confg": None}, UnknownArgumentError, r"backend_confg \(did you mean backend_config"),

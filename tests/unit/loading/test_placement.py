@@ -98,6 +98,16 @@ def test_max_memory_offloads_to_disk(llama_checkpoint: Path, tmp_path: Path, inp
         torch.testing.assert_close(model(input_ids).logits, expected, atol=1e-5, rtol=1e-5)
 
 
+def test_offload_folder_expands_home_directory(
+    llama_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    devices = {"model": "cpu", "lm_head": "disk"}
+    AutoModelForCausalLM.from_pretrained(llama_checkpoint, device_map=devices, offload_folder="~/off")
+    assert [path.name for path in tmp_path.iterdir()] == ["home"]
+
+
 @pytest.mark.parametrize("devices", [{"model": "disk", "lm_head": "cpu"}, {"": "disk"}], ids=str)
 def test_shared_offload_folder(
     devices: dict[str, str], llama_checkpoint: Path, folder: Path, tmp_path: Path, input_ids: torch.Tensor

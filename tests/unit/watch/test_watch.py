@@ -14,7 +14,7 @@ from training_loop import PROMPTS, Loop
 from nrl_models import AutoModelForCausalLM, export_adapter, registry
 from nrl_models.engines.hf import HFEngine
 from nrl_models.errors import DriftError, UnknownArgumentError
-from nrl_models.logprobs import Sampling
+from nrl_models.logprobs import Sampling, rollout_logprobs
 from nrl_models.testing.case import FamilyCase
 from nrl_models.testing.mtp_weights import mtp_tensors
 from nrl_models.watch import Bars, Cause, Severity, Watch, step_metrics
@@ -219,6 +219,18 @@ def test_watch_continues_engine_version() -> None:
         ({"fail": "no"}, "fail='no': expected True or False"),
         ({"max_staleness": "2"}, "max_staleness='2': expected a number of syncs"),
         ({"max_staleness": -1}, "max_staleness=-1: expected a number of syncs"),
+        ({"max_staleness": 1.5}, "max_staleness=1.5: expected a number of syncs"),
+        ({"capsule": 5}, "capsule=5: expected a path"),
+        ({"capsule": "x", "capsule_limits": 3}, "capsule_limits=3: expected Limits"),
+        ({"capsule": "~nobody-of-that-name/x"}, "capsule='~nobody.*' is not a path to write to: "),
+        ({"log": 5}, "log=5: 5 is not a log; expected a file"),
+        ({"log": None}, "log=None: None is not a log"),
+        ({"log": [5]}, r"log=\[5\]: 5 is not a log"),
+        ({"tokenizer": "path"}, "tokenizer is 'path', expected a tokenizer"),
+        ({"probes": torch.tensor([[1.5, 2.0]])}, "probes have the token 1.5: expected rows of token IDs"),
+        ({"probes": [[20, -1]]}, "probes have the token -1"),
+        ({"probes": [20, 21]}, "probes have the row 20"),
+        ({"probes": 5}, "probes=5: expected rows"),
         ({"compute": "bf16"}, "compute='bf16': expected a floating-point torch.dtype"),
         ({"compute": torch.int8}, "compute=torch.int8: expected a floating-point torch.dtype"),
     ],
@@ -240,6 +252,48 @@ def test_arguments_of_other_types_raise() -> None:
     ):
         with pytest.raises(UnknownArgumentError, match=message):
             Watch(**options)
+
+
+def test_probes_outside_vocabulary_raise() -> None:
+    loop = Loop()
+    size = loop.model.config.vocab_size
+    with pytest.raises(UnknownArgumentError, match=rf"probes have the token {size}: the model has {size} tokens"):
+        Watch(loop.model, loop.engine, probes=[[20, size]])
+
+
+def test_probes_may_be_tensors() -> None:
+    loop = Loop()
+    probes = torch.tensor([[20, 21, 22], [23, 24, 25]])
+    for value in (probes, list(probes)):
+        watch = Watch(loop.model, loop.engine, probes=value)
+        assert watch._probes is not None
+        assert torch.equal(watch._probes.tokens, probes)
+
+
+def test_swapped_arguments_of_before_update_and_after_sync_raise() -> None:
+    loop = Loop()
+    samples = loop.sample()
+    result = rollout_logprobs(loop.model, [sample.sequence for sample in samples])
+    with pytest.raises(UnknownArgumentError, match=r"samples has a TokenLogprobs, .*\(samples, trainer\)"):
+        loop.watch.before_update(result, samples)
+    with pytest.raises(UnknownArgumentError, match="samples has a Tensor"):
+        loop.watch.before_update(result.logprobs, samples)
+    with pytest.raises(UnknownArgumentError, match="sent=5: expected a digest"):
+        loop.watch.after_sync(5)
+    with pytest.raises(UnknownArgumentError, match="report=5: expected the RefitReport"):
+        loop.watch.after_sync({}, 5)
+
+
+def test_log_and_capsule_expand_home_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    loop = Loop(log="~/logs/w.jsonl", capsule="~/capsules")
+    loop.watch.fail = False
+    samples = loop.sample()
+    result = rollout_logprobs(loop.model, [sample.sequence for sample in samples])
+    loop.watch.before_update(samples, result.logprobs - 1.0)
+    assert [path.name for path in tmp_path.iterdir()] == ["home"]
+    assert {path.name for path in (tmp_path / "home").iterdir()} == {"logs", "capsules"}
 
 
 def test_missing_arguments_raise() -> None:
