@@ -95,13 +95,16 @@ def find_gguf(folder: Path, name: str | None = None) -> Path | None:
     """Return the GGUF file in a directory: the one called `name`, or the only one; None if there is none.
 
     Raises:
-        CheckpointError: If there is none of that name, or several without a name.
+        CheckpointError: If there is none of that name, it has another suffix, or there are several without a name.
     """
     found = sorted(path.name for path in folder.glob("*") if is_gguf(path))
     listed = ", ".join(found) or "none"
     if name is not None:
         if (folder / name).is_file():
-            return folder / name
+            if is_gguf(folder / name):
+                return folder / name
+            problem = Problem(ProblemKind.FILE, name, "expected a name that ends in .gguf")
+            raise CheckpointError(f"cannot load {folder}", [problem], ["rename the GGUF file, or correct gguf_file"])
         problem = Problem(ProblemKind.FILE, name, f"no such file; GGUF files there: {listed}")
         raise CheckpointError(f"cannot load {folder}", [problem], ["correct gguf_file"])
     if len(found) > 1:

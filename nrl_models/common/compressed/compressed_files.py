@@ -6,6 +6,7 @@ in INT8, and stacks experts in NVFP4 incorrectly. Here experts are stacked after
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -237,11 +238,24 @@ def _unsupported(settings: Mapping[str, Any]) -> list[Problem]:
 
 
 def _scheme_of(layer: str, config: QuantizationConfig) -> QuantizationScheme | str:
-    """Return the scheme of a layer: by its name, else by its class, as the package does; or an error message."""
+    """Return the scheme of a layer: by its name, else by its class, as the package does; or an error message.
+
+    Raises:
+        CheckpointError: A target is not a regular expression.
+    """
     from compressed_tensors.utils import match_name
 
-    schemes = [scheme for scheme in config.config_groups.values() if scheme.weights is not None]
-    by_name = [scheme for scheme in schemes if any(match_name(layer, target) for target in scheme.targets)]
+    def is_target(group: str, target: str) -> bool:
+        try:
+            return bool(match_name(layer, target))
+        except re.error as error:
+            subject = f"quantization_config.config_groups.{group}.targets"
+            problem = Problem(ProblemKind.CONFIG, subject, f"{target!r} is not a regular expression: {error}")
+            raise CheckpointError("cannot read the checkpoint", [problem], ["correct it in config.json"]) from error
+
+    groups = {name: scheme for name, scheme in config.config_groups.items() if scheme.weights is not None}
+    schemes = list(groups.values())
+    by_name = [scheme for name, scheme in groups.items() if any(is_target(name, target) for target in scheme.targets)]
     layer_class = "Embedding" if layer.rpartition(".")[2] in ("embed_tokens", "wte") else "Linear"
     by_class = [scheme for scheme in schemes if layer_class in scheme.targets]
     found = by_name or by_class

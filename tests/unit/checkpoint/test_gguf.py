@@ -145,6 +145,9 @@ def test_gguf_file_argument_selects_file(llama: Path) -> None:
     assert type(AutoModelForCausalLM.from_pretrained(llama)).__name__.startswith("Llama")
     with pytest.raises(CheckpointError, match=r"none\.gguf: no such file; GGUF files there: llama\.gguf, other\.gguf"):
         AutoModelForCausalLM.from_pretrained(llama.parent, gguf_file="none.gguf")
+    llama.rename(llama.with_name("w.bin"))
+    with pytest.raises(CheckpointError, match=r"w\.bin: expected a name that ends in \.gguf"):
+        AutoModelForCausalLM.from_pretrained(llama.parent, gguf_file="w.bin")
 
 
 def test_safetensors_have_precedence_over_gguf(llama: Path) -> None:

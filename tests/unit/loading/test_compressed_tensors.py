@@ -255,6 +255,7 @@ def test_all_zero_zero_points_load(form: str, tmp_path: Path) -> None:
         ({"format": "nonsense"}, "is stored in format 'nonsense'"),
         ({"config_groups": {"a": group("fp8", ["re:.*mlp.*"])}}, "no group"),
         ({"config_groups": {"a": group("fp8"), "b": group("int8")}}, "is a target of 2 groups"),
+        ({"config_groups": {"a": group("fp8", ["re:(("])}}, r"config\.config_groups\.a\.targets: 're:\(\(' is not a"),
         ({"config_groups": 3}, "quantization_config: is invalid"),
         ({"config_groups": {"a": {"targets": ["Linear"], "weights": {"num_bits": "x"}}}}, "is invalid"),
         ({"transform_config": {"config_groups": {"u": {}}}}, "transform_config"),
