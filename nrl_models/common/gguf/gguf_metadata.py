@@ -13,6 +13,7 @@ from typing import Any
 from transformers import AutoConfig, PreTrainedConfig
 
 from nrl_models.common.gguf.gguf_header import GGUFHeader, refused
+from nrl_models.common.value_checks import is_number
 from nrl_models.errors import Problem, ProblemKind, shown
 
 NO_EFFECT = frozenset(
@@ -140,6 +141,7 @@ def with_all_metadata(header: GGUFHeader, values: Mapping[str, Any], read: Mappi
         for key, value in header.values.items()
         if key.startswith(f"{header.architecture}.")
     }
+    _require_numbers(header, keys)
     config = AutoConfig.for_model(**values)
     settings = _Settings(config, {name: setting for name, setting in read.items() if setting is not None})
     in_order = sorted(keys, key=lambda key: key not in HEAD_SIZES)  # other keys depend on the size of a head
@@ -158,6 +160,24 @@ def with_all_metadata(header: GGUFHeader, values: Mapping[str, Any], read: Mappi
         advice = "load the safetensors that the file was made from; llama.cpp computes with these values"
         raise refused(header.file, problems, advice)
     return {name: value for name, value in values.items() if name not in settings.misnamed} | settings.changed
+
+
+def _require_numbers(header: GGUFHeader, keys: Mapping[str, Any]) -> None:
+    """Check the values that scale rotary embeddings.
+
+    Raises:
+        CheckpointError: One is not a number, or a factor of YaRN is negative.
+    """
+    kind = keys.get(f"{SCALING}type", "linear")
+    names = {"linear": ("factor",), "yarn": ("factor", "attn_factor", "yarn_attn_factor", *YARN)}.get(kind, ())
+    problems = []
+    for key in (SCALING + name for name in names if SCALING + name in keys):
+        least = {"least": 0.0} if kind == "yarn" and key == f"{SCALING}factor" else {}
+        if not is_number(keys[key], **least):
+            detail = f"is {shown(keys[key])}, expected a number{' of at least 0' if least else ''}"
+            problems.append(Problem(ProblemKind.CONFIG, f"{header.architecture}.{key}", detail, header.file.name))
+    if problems:
+        raise refused(header.file, problems, "correct the file's metadata, or download it again")
 
 
 class _Settings:

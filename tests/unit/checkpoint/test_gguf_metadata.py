@@ -235,3 +235,10 @@ def test_attention_factors_are_multiplied(tmp_path: Path) -> None:
     factors = {"rope.scaling.attn_factor": 1.0, "rope.scaling.yarn_attn_factor": 0.5}
     file = header_only(tmp_path / "model.gguf", "llama", base_keys("llama") | YARN | factors)
     assert configuration(file)["rope_scaling"]["attention_factor"] == pytest.approx(0.5 * (0.1 * math.log(4) + 1))
+
+
+@pytest.mark.parametrize(("name", "value"), [("factor", "2"), ("factor", -4.0), ("attn_factor", "x")])
+def test_invalid_scaling_values_name_the_key(name: str, value: Any, tmp_path: Path) -> None:
+    values = base_keys("llama") | YARN | {f"rope.scaling.{name}": value}
+    with pytest.raises(CheckpointError, match=rf"llama\.rope\.scaling\.{name} .*expected a number"):
+        configuration(header_only(tmp_path / "model.gguf", "llama", values))
