@@ -138,8 +138,8 @@ def test_missing_subfolder_lists_those_with_a_checkpoint(llama_checkpoint: Path,
     for name in ("text_encoder", "policy"):
         shutil.copytree(llama_checkpoint, tmp_path / name)
     listed = "directories with a config.json: policy, text_encoder"
-    with pytest.raises(CheckpointError, match=rf"polcy: no such directory \(did you mean policy\?\); {listed}"):
-        resolve_folder(tmp_path, subfolder="polcy")
+    with pytest.raises(CheckpointError, match=rf"polic: no such directory \(did you mean policy\?\); {listed}"):
+        resolve_folder(tmp_path, subfolder="polic")
     (tmp_path / "file").touch()
     with pytest.raises(CheckpointError, match=rf"file: is a file, expected a directory; {listed}"):
         resolve_folder(tmp_path, subfolder="file")

@@ -244,7 +244,7 @@ def test_error_lists_all_unknown_keywords(llama_checkpoint: Path) -> None:
 
 @pytest.mark.parametrize("dtype", ["bfloat61", "int8", "float8_e4m3fn", torch.int32, "Tensor", 16])
 def test_invalid_dtype_raises(llama_checkpoint: Path, dtype: Any) -> None:
-    with pytest.raises(UnknownArgumentError, match="expected 'auto' or a floating-point dtype"):
+    with pytest.raises(UnknownArgumentError, match="expected 'auto', bfloat16"):
         AutoModelForCausalLM.from_pretrained(llama_checkpoint, dtype=dtype)
 
 
