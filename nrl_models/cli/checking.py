@@ -98,9 +98,9 @@ def refit_check(
     threshold: Annotated[
         float,
         number(
-            "Upper limit of the bounds on token_mult_prob_error. Each transfer has a computed bound, usually below "
-            "FLOAT. After the first transfer, it depends on the dtype; after the second, it depends on the error "
-            "measured after the first. token_mult_prob_error is the mean over tokens of (larger probability / smaller "
+            "After each transfer, token_mult_prob_error may be at most a computed bound: after the first, it depends "
+            "on the dtype; after the second, on the error of the first. A bound above FLOAT is lowered to FLOAT. "
+            "token_mult_prob_error is the mean over tokens of (larger probability / smaller "
             "probability); the two probabilities are the trainer's and the engine's.",
             panel=BOUNDS,
         ),
