@@ -134,13 +134,14 @@ class _AutoModel:
             model_class = cls._remote_class(config, folder, trust_remote_code)
             registry.warn_unregistered(model_class.__name__)
             return model_class
-        registered = registry.model_class(architecture)
-        user_class = class_of_user(cls._served_for(config), architecture)
+        registered, served = registry.model_class(architecture), cls._served_for(config)
+        user_class = class_of_user(served, architecture)
         # A family may be for the user's class.
         if registered is not None and (user_class is None or issubclass(registered, user_class)):
             return registered
         registry.warn_unregistered(architecture)
-        return user_class or getattr(transformers, architecture)
+        known = {each.__name__: each for each in served}
+        return user_class or known.get(architecture) or getattr(transformers, architecture)
 
     @classmethod
     def serves(cls, architecture: str) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, cast
@@ -37,7 +38,8 @@ def linears_of(model: nn.Module) -> list[str]:
 def with_lora(case: FamilyCase, **options: Any) -> PeftModel:
     """Return a model with random adapters, whose base weights are zero."""
     torch.manual_seed(0)
-    targets = linears_of(case.model())
+    # PEFT takes names in a list as suffixes, which other modules may have.
+    targets = "|".join(map(re.escape, linears_of(case.model())))
     values: dict[str, Any] = {"r": 2, "target_modules": targets, "init_lora_weights": False} | options
     model: Any = get_peft_model(copy.deepcopy(case.model()), LoraConfig(**values))
     for name, tensor in model.state_dict().items():
