@@ -231,8 +231,8 @@ def computes_in_kept_dtypes(architecture: str, folder: str) -> dict[str, Any]:
 
     Returns:
         For bf16 weights and for fp32 weights with `param_dtype`: parameters that compute in another dtype than in one
-        process, and the difference of the losses. Also the number of parameters that stay in fp32. If one process
-        fails: its error.
+        process, and the difference of the losses relative to the loss. Also the number of tensors that stay in fp32. If
+        one process fails: its error.
     """
     case, mesh, bf16 = case_of(architecture), mesh_of(fsdp=2), torch.bfloat16
     if dist.get_rank() == 0:
@@ -247,7 +247,8 @@ def computes_in_kept_dtypes(architecture: str, folder: str) -> dict[str, Any]:
             expected_loss += unsharded(**batch, use_cache=False).loss.item() / 2
         except RuntimeError as error:
             return {"one process": str(error)}
-    results: dict[str, Any] = {"kept": sum(dtype == torch.float32 for dtype in dtypes.values())}
+    kept = [tensor for tensor in unsharded.state_dict().values() if tensor.dtype == torch.float32]
+    results: dict[str, Any] = {"kept": len(kept)}
     for label, dtype, param_dtype in (("bf16", bf16, None), ("masters", torch.float32, bf16)):
         plan = ParallelPlan(param_dtype=param_dtype, reduce_dtype=torch.float32)
         model = case.model_class.from_pretrained(folder, dtype=dtype, mesh=mesh, plan=plan).train()
@@ -263,7 +264,7 @@ def computes_in_kept_dtypes(architecture: str, folder: str) -> dict[str, Any]:
         trained = [parameter for parameter in model.parameters() if parameter.grad is not None]
         assert all(parameter.grad.dtype == parameter.dtype for parameter in trained)
         results[label] = {name: str(seen) for name, seen in computed.items() if seen != dtypes[name]}
-        results[f"{label} loss"] = abs(loss - expected_loss)
+        results[f"{label} loss"] = abs(loss - expected_loss) / expected_loss
     return results
 
 

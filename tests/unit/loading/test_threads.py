@@ -7,7 +7,6 @@ import gc
 import os
 import signal
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -166,8 +165,12 @@ def test_forked_process_can_load_during_load(llama_config: LlamaConfig, tmp_path
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 @pytest.mark.parametrize("kind", ["token_logprobs", "engine"])
-def test_forked_process_can_compute_during_a_call(kind: str, llama_config: LlamaConfig) -> None:
-    """The child does not wait for locks of a thread that it does not have."""
+def test_forked_process_enters_model_during_a_call(kind: str, llama_config: LlamaConfig) -> None:
+    """The child does not wait for locks of a thread that it does not have.
+
+    That thread waits inside its call. The child ends when it enters the model, because matmuls of a forked process may
+    wait forever for locks of torch.
+    """
     llama_config.num_hidden_layers = 1
     model = AutoModelForCausalLM.from_config(llama_config, dtype=torch.float32).eval()
     tokens, engine = torch.arange(20, 44).view(2, 12), HFEngine(model, "engine")
@@ -176,30 +179,29 @@ def test_forked_process_can_compute_during_a_call(kind: str, llama_config: Llama
         "engine": partial(engine.score, tokens.tolist(), Sampling()),
     }
     compute = calls[kind]
-    stop = threading.Event()
+    parent, entered, release = os.getpid(), threading.Event(), threading.Event()
 
-    def repeat() -> None:
-        while not stop.is_set():
-            compute()
+    def enter(*_: object) -> None:
+        if os.getpid() != parent:
+            os._exit(0)
+        entered.set()
+        release.wait()
 
+    model.model.register_forward_pre_hook(enter)
     with ThreadPoolExecutor(1) as pool:
-        computing = pool.submit(repeat)
-        statuses = []
-        for _ in range(6):
-            time.sleep(0.02)
-            if (child := os.fork()) == 0:
-                signal.signal(signal.SIGALRM, signal.SIG_DFL)  # ends a child that waits forever
-                signal.alarm(60)
-                status = 1
-                try:
-                    compute()
-                    status = 0
-                finally:
-                    os._exit(status)
-            statuses.append(os.waitpid(child, 0)[1])
-        stop.set()
+        computing = pool.submit(compute)
+        assert entered.wait(60)
+        if (child := os.fork()) == 0:
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)  # ends a child that waits forever
+            signal.alarm(60)
+            try:
+                compute()
+            finally:
+                os._exit(1)
+        status = os.waitpid(child, 0)[1]
+        release.set()
         computing.result()
-    assert statuses == [0] * 6
+    assert status == 0
 
 
 def test_build_limits_are_thread_local() -> None:
