@@ -31,6 +31,16 @@ def shown(value: object) -> str:
     return text if len(text) <= 60 else f"{text[:60]}..."
 
 
+def type_shown(value: object) -> str:
+    """Return the type of a value for a message: `a list`, or `the class Adam` if it is a class."""
+    return f"the class {value.__name__}" if isinstance(value, type) else f"a {type(value).__name__}"
+
+
+def shown_or_type(value: object) -> str:
+    """Return the `repr` of a string, a number or a class for a message, and the type of anything else."""
+    return shown(value) if isinstance(value, (str, int, float, type)) else type_shown(value)
+
+
 def listed(names: Iterable[str], limit: int = 4) -> str:
     """Join names with commas, and add the number of names beyond the first `limit`."""
     names = list(names)
@@ -134,6 +144,11 @@ class Problem:
     def __str__(self) -> str:
         where = f" ({self.file})" if self.file else ""
         return visible(f"{self.kind}: {self.subject}{where}: {self.detail}")
+
+
+def details_of(problems: Iterable[Problem]) -> str:
+    """Join subjects and details of problems, for a message of one line."""
+    return "; ".join(f"{problem.subject} {problem.detail}" for problem in problems)
 
 
 class StateDictError(NRLModelsError, ValueError, RuntimeError):

@@ -19,7 +19,7 @@ from nrl_models.common.checkpoint.local_path import (
     resume_checkpoint_in,
     similar_checkpoint,
 )
-from nrl_models.errors import CheckpointError, UnknownArgumentError, visible
+from nrl_models.errors import CheckpointError, UnknownArgumentError, details_of, visible
 
 
 def any_path(text: str | Path) -> Path:
@@ -34,8 +34,7 @@ def any_path(text: str | Path) -> Path:
     except UnknownArgumentError as error:
         raise typer.BadParameter(str(error)) from error
     except CheckpointError as error:
-        details = "; ".join(f"{problem.subject} {problem.detail}" for problem in error.problems)
-        raise typer.BadParameter(visible(details)) from error
+        raise typer.BadParameter(visible(details_of(error.problems))) from error
 
 
 def existing_file(text: str) -> Path:

@@ -29,7 +29,7 @@ from nrl_models.distributed.pipeline.stages import Stages
 from nrl_models.distributed.replaced_parameters import retie
 from nrl_models.distributed.shards import DEFAULT_BUCKET, GATHER, blocks_of, gathered
 from nrl_models.distributed.tensor.local_tensors import become
-from nrl_models.errors import Problem, ProblemKind, ShardingError, UnknownArgumentError
+from nrl_models.errors import Problem, ProblemKind, ShardingError, UnknownArgumentError, type_shown
 
 Gatherer = Callable[[Mapping[str, HFTensor], int], Iterator[tuple[str, torch.Tensor]]]
 """Function of Hugging Face tensors and a bucket size that yields complete tensors by name."""
@@ -212,8 +212,7 @@ def require_module(model: object, call: str) -> None:
         UnknownArgumentError: If it is something else, such as parameters or a folder.
     """
     if not isinstance(model, nn.Module):
-        kind = f"the class {model.__name__}" if isinstance(model, type) else f"a {type(model).__name__}"
-        raise UnknownArgumentError(f"model is {kind}, expected the model itself: call {call}")
+        raise UnknownArgumentError(f"model is {type_shown(model)}, expected the model itself: call {call}")
 
 
 def require_model(model: Any, call: str) -> None:

@@ -219,7 +219,7 @@ def fit_checkpoint(
     if found.problems:
         summary = f"{files.folder} does not fit {class_name(model)}"
         has_new_head = tolerance.new_head
-        if predicts_words(model) and unknown:  # a new head is no remedy for other keys
+        if predicts_words(model) and unknown:  # a new head does not help if other keys are unknown
             has_new_head |= not set(unknown) <= head_keys(model, names.renamed, unknown, files.tensors, key_mapping)
         advice = advice_for(model, adapter, names, found, new_head=has_new_head, passed=tolerance.passed)
         raise CheckpointError(summary, found.problems, advice)

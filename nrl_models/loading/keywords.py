@@ -206,8 +206,8 @@ def by_own_names(keywords: Mapping[str, Any]) -> dict[str, Any]:
             "peft.PeftModel.from_pretrained(model, folder)"
         )
     wrong += _wrong_types(keywords)
-    wrong += filter(None, (_wrong_keys(keywords.get("ignore_config_keys")),))
-    wrong += filter(None, (_wrong_quantization(keywords.get("quantization_config")),))
+    of_keys, of_quantization = keywords.get("ignore_config_keys"), keywords.get("quantization_config")
+    wrong += filter(None, (_wrong_keys(of_keys), _wrong_quantization(of_quantization)))
     if isinstance(mapping := keywords.get("key_mapping"), Mapping):
         wrong += filter(None, (_wrong_renaming(*renaming) for renaming in mapping.items()))
     found: dict[str, Any] = {}

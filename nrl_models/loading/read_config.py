@@ -78,9 +78,10 @@ def read_config(
         except Exception as error:
             raise _refused_values(folder, error, "correct the file's metadata, or download it again") from error
     require_links_inside(folder)
-    needs_its_code = _needs_its_code(folder, trust_remote_code, default_class)
+    content = read_object(_config_file(folder))
+    needs_its_code = _needs_its_code(folder, content, trust_remote_code, default_class)
     try:
-        if default_class is not None and not read_object(_config_file(folder)).get("model_type"):
+        if default_class is not None and not content.get("model_type"):
             config = default_class.from_pretrained(folder, model_type=default_class.model_type)
         else:
             config = AutoConfig.from_pretrained(folder, trust_remote_code=needs_its_code)
@@ -97,7 +98,7 @@ def read_config(
         raise _refused_values(folder, error, "correct the values that its class rejects") from error
     if needs_its_code:  # its class may treat these keys in any way
         return config
-    if found := without_ignored(contradicting_keys(read_object(_config_file(folder)), config), ignored):
+    if found := without_ignored(contradicting_keys(content, config), ignored):
         raise ConfigurationError(f"{folder} states two rotary embeddings", found)
     return config
 
@@ -146,9 +147,10 @@ def _is_class_reference(value: object) -> bool:
     return isinstance(value, str) or (isinstance(value, list) and all(isinstance(each, str | None) for each in value))
 
 
-def _needs_its_code(folder: Path, trust_remote_code: bool, default_class: type[PreTrainedConfig] | None) -> bool:
+def _needs_its_code(
+    folder: Path, content: Mapping[str, Any], trust_remote_code: bool, default_class: type[PreTrainedConfig] | None
+) -> bool:
     """Return True if the configuration needs the checkpoint's own code. Raises if that is not allowed."""
-    content = read_object(_config_file(folder))
     model_type, names = content.get("model_type"), content.get("architectures")
     problems = []
     if not isinstance(model_type, str | None):

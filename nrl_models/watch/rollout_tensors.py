@@ -16,7 +16,7 @@ from nrl_models.common.state_dict.mtp import MTPNames
 from nrl_models.common.value_checks import is_integer, is_number
 from nrl_models.engines.base import Engine
 from nrl_models.engines.engine_types import Sample
-from nrl_models.errors import UnknownArgumentError, shown
+from nrl_models.errors import UnknownArgumentError, shown, shown_or_type
 from nrl_models.logprobs import TokenLogprobs
 from nrl_models.logprobs.sampling import Sampling
 from nrl_models.watch.finding import Cause, Finding, Severity
@@ -263,8 +263,7 @@ def require_sides(model: Any, engine: Any, sampling: Any, bars: Any) -> None:
     }
     for name, (value, kind, what) in expected.items():
         if value is not None and not isinstance(value, kind):
-            passed = shown(value) if isinstance(value, (str, int, float, type)) else f"a {type(value).__name__}"
-            raise UnknownArgumentError(f"{name} is {passed}, expected {what}")
+            raise UnknownArgumentError(f"{name} is {shown_or_type(value)}, expected {what}")
 
 
 def require_options(

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from nrl_models.errors import UnknownArgumentError, shown
+from nrl_models.errors import UnknownArgumentError, shown, shown_or_type
 from nrl_models.watch.rollout_tensors import fingerprint
 
 
@@ -24,9 +24,7 @@ class TrainerChanges:
 
     def __init__(self, optimizer: torch.optim.Optimizer | None, tokenizer: Any) -> None:
         if tokenizer is not None and (isinstance(tokenizer, type) or not hasattr(tokenizer, "get_vocab")):
-            kind = (
-                shown(tokenizer) if isinstance(tokenizer, (str, int, float, type)) else f"a {type(tokenizer).__name__}"
-            )
+            kind = shown_or_type(tokenizer)
             advice = "pass processor.tokenizer" if hasattr(tokenizer, "tokenizer") else "pass the tokenizer itself"
             raise UnknownArgumentError(f"tokenizer is {kind}, expected a tokenizer of transformers: {advice}")
         self._tokenizer = tokenizer

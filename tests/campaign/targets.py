@@ -33,9 +33,9 @@ from safetensors.torch import load_file, save_file
 from transformers import GenerationConfig, LlamaConfig, PreTrainedConfig, PreTrainedModel
 
 import nrl_models
+from nrl_models.common.checkpoint.local_path import MANIFEST_NAME
 from nrl_models.common.config.types import with_declared_types
 from nrl_models.common.gguf import gguf_tables
-from nrl_models.distributed.resume_checkpoints.manifest import NAME as MANIFEST
 from nrl_models.distributed.resume_checkpoints.manifest import (
     Manifest,
     OptimizerFacts,
@@ -509,7 +509,7 @@ def manifest(draw: Draw, folder: Path) -> None:
             damaged = rendered_as_manifest(json.loads(content))
         except (ValueError, RecursionError):  # not JSON, so there is no hash to compute
             damaged = content
-    (folder / MANIFEST).write_bytes(damaged)
+    (folder / MANIFEST_NAME).write_bytes(damaged)
     actual = outcome(lambda: read_manifest(folder))
     if isinstance(actual, NRLModelsError):
         return

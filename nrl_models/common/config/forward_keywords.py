@@ -26,7 +26,9 @@ def require_spelling(model: nn.Module, inputs: Mapping[str, Any], known: Iterabl
         UnknownArgumentError: If one is.
     """
     parameters = inspect.signature(model.forward).parameters
-    for name in inputs.keys() - parameters.keys():
+    for name in inputs:
+        if name in parameters:
+            continue
         if close := misspellings_of(name, known):
             raise UnknownArgumentError(f"unknown argument {name}{suggestion(close)}")
         if isinstance(inputs[name], str | int | float) and not _reads(model, name):
@@ -35,8 +37,10 @@ def require_spelling(model: nn.Module, inputs: Mapping[str, Any], known: Iterabl
 
 def _reads(model: nn.Module, name: str) -> bool:
     """Return True if the forward of a module has a parameter of this name, or reads it from its `**kwargs`."""
+    if name in _READ_BY_TRANSFORMERS:
+        return True
     forwards = [inspect.unwrap(kind.forward) for kind in {type(module) for module in model.modules()}]
-    return name in _READ_BY_TRANSFORMERS or any(
+    return any(
         name in (*code.co_varnames, *code.co_consts)
         for forward in forwards
         if (code := getattr(forward, "__code__", None)) is not None

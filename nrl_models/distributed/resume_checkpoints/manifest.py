@@ -26,7 +26,6 @@ from nrl_models.common.value_checks import is_number
 from nrl_models.distributed.resume_checkpoints.scalars import Scalar
 from nrl_models.errors import CheckpointError, Problem, ProblemKind, shown
 
-NAME = MANIFEST_NAME
 FORMAT = 2
 """Format of checkpoints that this version writes. It also reads format 1, which has scalars without types."""
 
@@ -157,17 +156,19 @@ class Manifest:
         Raises:
             CheckpointError: If it is damaged, or fields have invalid types or values. Lists all of them.
         """
-        content = parse_object(data, NAME, "a checkpoint").get("manifest")
+        content = parse_object(data, MANIFEST_NAME, "a checkpoint").get("manifest")
         try:
             is_intact = _rendered(content) == data
         except ValueError:  # numbers that JSON lacks
             is_intact = False
         if not is_intact:
-            raise _refused([Problem(ProblemKind.FILE, NAME, "is damaged: its hash differs from the recorded one")])
+            raise _refused(
+                [Problem(ProblemKind.FILE, MANIFEST_NAME, "is damaged: its hash differs from the recorded one")]
+            )
         if isinstance(content, dict) and content.get("format", FORMAT) != FORMAT:
             if not is_same_value(content["format"], 1):
                 detail = f"is {shown(content['format'])}; this version of the library reads 1 and {FORMAT}"
-                raise _refused([Problem(ProblemKind.FORMAT, "format", detail, NAME)])
+                raise _refused([Problem(ProblemKind.FORMAT, "format", detail, MANIFEST_NAME)])
             content = _upgraded(content)
         problems: list[Problem] = []
         manifest = _as(Manifest, content, "", problems)
@@ -183,12 +184,12 @@ def read_manifest(version: Path) -> Manifest:
         CheckpointError: If there is none. See also `Manifest.parse`.
     """
     try:
-        data = read_bytes(version / NAME)
+        data = read_bytes(version / MANIFEST_NAME)
     except OSError as error:
-        raise _refused([Problem(ProblemKind.FILE, NAME, f"cannot be read: {error}")]) from error
+        raise _refused([Problem(ProblemKind.FILE, MANIFEST_NAME, f"cannot be read: {error}")]) from error
     manifest = Manifest.parse(data)
     if CONFIG_NAME not in manifest.files or not manifest.files_of(StatePart.WEIGHTS):
-        raise _refused([Problem(ProblemKind.FORMAT, "files", f"lacks {CONFIG_NAME} or weights", NAME)])
+        raise _refused([Problem(ProblemKind.FORMAT, "files", f"lacks {CONFIG_NAME} or weights", MANIFEST_NAME)])
     return manifest
 
 
@@ -222,7 +223,9 @@ def _as(kind: Any, value: Any, where: str, problems: list[Problem]) -> Any:
 
     def wrong(expected: str) -> Any:
         found = "null" if value is None else f"{type(value).__name__} {shown(value)}"
-        problems.append(Problem(ProblemKind.FORMAT, where or "the manifest", f"is {found}, expected {expected}", NAME))
+        problems.append(
+            Problem(ProblemKind.FORMAT, where or "the manifest", f"is {found}, expected {expected}", MANIFEST_NAME)
+        )
 
     origin, args = get_origin(kind) or kind, get_args(kind)
     if NoneType in args:
@@ -238,7 +241,7 @@ def _as(kind: Any, value: Any, where: str, problems: list[Problem]) -> Any:
         hints = _hints_of(kind)
         for key in sorted(hints.keys() ^ value.keys()):
             detail = "is missing" if key in hints else "is not a field"
-            problems.append(Problem(ProblemKind.FORMAT, f"{where}.{key}" if where else key, detail, NAME))
+            problems.append(Problem(ProblemKind.FORMAT, f"{where}.{key}" if where else key, detail, MANIFEST_NAME))
         known = {key: _as(hints[key], inner, inside[key], problems) for key, inner in value.items() if key in hints}
         return known if problems else kind(**known)
     if origin is list:
@@ -277,7 +280,7 @@ def _out_of_range(manifest: Manifest) -> Iterator[Problem]:
     """Find values of a manifest that have the right type but are out of range."""
 
     def problem(where: str, detail: str) -> Problem:
-        return Problem(ProblemKind.FORMAT, where, detail, NAME)
+        return Problem(ProblemKind.FORMAT, where, detail, MANIFEST_NAME)
 
     for name, file in manifest.files.items():
         if not _FILE_NAME.fullmatch(name):

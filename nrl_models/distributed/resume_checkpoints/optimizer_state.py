@@ -22,7 +22,7 @@ from nrl_models.distributed.resume_checkpoints.manifest import OptimizerFacts, P
 from nrl_models.distributed.resume_checkpoints.scalars import Scalar
 from nrl_models.distributed.sharding import sharding_of
 from nrl_models.distributed.shards import full_of
-from nrl_models.errors import CheckpointError, Problem, ProblemKind, UnknownArgumentError, listed, shown
+from nrl_models.errors import CheckpointError, Problem, ProblemKind, UnknownArgumentError, listed, shown, type_shown
 
 NO_OPTIONS = ("params", "param_names")
 """Entries of a group that depend on the layout. Torch adds `param_names` for `Optimizer(model.named_parameters())`."""
@@ -41,8 +41,7 @@ def require_optimizer(optimizer: Any) -> None:
         advice = "pass scheduler.optimizer, and put scheduler.state_dict() into progress"
     elif isinstance(optimizer, (list, tuple, set)):
         advice = "pass one optimizer, with a parameter group for each of several"
-    kind = f"the class {optimizer.__name__}" if isinstance(optimizer, type) else f"a {type(optimizer).__name__}"
-    raise UnknownArgumentError(f"optimizer is {kind}, expected a torch.optim.Optimizer: {advice}")
+    raise UnknownArgumentError(f"optimizer is {type_shown(optimizer)}, expected a torch.optim.Optimizer: {advice}")
 
 
 def facts_of(model: nn.Module, optimizer: Optimizer) -> OptimizerFacts:

@@ -12,9 +12,9 @@ from pathlib import Path
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from nrl_models.common.checkpoint.local_path import CONFIG_NAME, VERSION, as_path
+from nrl_models.common.checkpoint.local_path import CONFIG_NAME, MANIFEST_NAME, VERSION, as_path
 from nrl_models.distributed.mesh import agreed, gather_over, is_first, place_in, reporting_dead_ranks
-from nrl_models.distributed.resume_checkpoints.manifest import NAME, Manifest, StatePart, WrittenFile, read_manifest
+from nrl_models.distributed.resume_checkpoints.manifest import Manifest, StatePart, WrittenFile, read_manifest
 from nrl_models.errors import CheckpointError, Problem, ProblemKind
 
 _OLD_MANIFEST = "training.json"
@@ -43,7 +43,8 @@ def remove_older(version: Path) -> None:
             continue
         with suppress(CheckpointError):
             manifest = read_manifest(older)
-            for name in (*manifest.files, NAME):  # the manifest last, so that a killed removal can be continued
+            # The manifest last, so that a killed removal can be continued.
+            for name in (*manifest.files, MANIFEST_NAME):
                 (older / name).unlink(missing_ok=True)
         with suppress(OSError):  # the directory has other files
             older.rmdir()
@@ -90,7 +91,7 @@ def _found(folder: Path) -> list[Path]:
         return found
     advice = "pass a folder written by save_checkpoint; load a Hugging Face checkpoint with from_pretrained"
     detail = "has no version-1, version-2, ... in it, so this is not a complete checkpoint"
-    if VERSION.fullmatch(folder.name) and (folder / NAME).is_file():
+    if VERSION.fullmatch(folder.name) and (folder / MANIFEST_NAME).is_file():
         detail = "is one version, and not the directory of the versions"
         advice = f"pass {folder.parent}, of which the newest version is loaded"
     elif (folder / _OLD_MANIFEST).is_file():

@@ -9,13 +9,13 @@ from pathlib import Path
 
 from transformers import PreTrainedConfig
 
-from nrl_models.common.checkpoint.local_path import CONFIG_NAME
+from nrl_models.common.checkpoint.local_path import CONFIG_NAME, MANIFEST_NAME
 from nrl_models.common.checkpoint.publication.locks import locked
 from nrl_models.common.checkpoint.writing import reporting_disk
 from nrl_models.common.state_dict.blocks import Block
 from nrl_models.distributed.mesh import Ranks, agreed, gather_over, is_first, reporting_dead_ranks
 from nrl_models.distributed.resume_checkpoints.block_files import write_blocks
-from nrl_models.distributed.resume_checkpoints.manifest import NAME, Manifest, StatePart, WrittenFile
+from nrl_models.distributed.resume_checkpoints.manifest import Manifest, StatePart, WrittenFile
 from nrl_models.distributed.resume_checkpoints.saved_versions import next_version, remove_older
 from nrl_models.distributed.saving import Attempt, write_together
 
@@ -87,4 +87,4 @@ def write_version(folder: Path, contents: VersionContents, ranks: Ranks) -> Path
 def _finish(stage: Path, config: PreTrainedConfig, manifest: Manifest) -> None:
     config.save_pretrained(stage)
     manifest.files[CONFIG_NAME] = WrittenFile.of(stage / CONFIG_NAME)
-    (stage / NAME).write_bytes(manifest.rendered())
+    (stage / MANIFEST_NAME).write_bytes(manifest.rendered())

@@ -23,7 +23,7 @@ from nrl_models.engines.engine_types import VLLM_TEMPERATURES, Capabilities, Sam
 from nrl_models.engines.input_checks import plain_tokens, require_max_length
 from nrl_models.engines.processes.worker_process import WorkerProcess
 from nrl_models.engines.vllm.vllm_start import KV_CACHE_BYTES
-from nrl_models.errors import CheckpointError, EngineError, EngineUnavailableError
+from nrl_models.errors import CheckpointError, EngineError, EngineUnavailableError, details_of
 from nrl_models.inputs.tokenizers import end_tokens
 from nrl_models.loading.read_config import read_config
 from nrl_models.logprobs.sampling import Sampling
@@ -177,8 +177,7 @@ def interpreter_of(environment: str | Path) -> Path:
     try:
         path = as_path(environment)
     except CheckpointError as error:
-        details = "; ".join(f"{problem.subject} {problem.detail}" for problem in error.problems)
-        raise EngineUnavailableError(f"no Python: {details}") from error
+        raise EngineUnavailableError(f"no Python: {details_of(error.problems)}") from error
     candidates = (path / "bin" / "python", path / "Scripts" / "python.exe") if path.is_dir() else (path,)
     for candidate in candidates:
         if candidate.is_file():

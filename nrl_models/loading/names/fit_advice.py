@@ -79,11 +79,10 @@ def head_advice(model: PreTrainedModel, names: Iterable[str], new_head: bool) ->
     ]
 
 
-_SHAPE = ProblemKind.SHAPE
 _ADVICE = {
     ProblemKind.PARTIAL: "the checkpoint is incomplete: download or save it again",
     ProblemKind.DUPLICATED: "keep only one of the duplicated tensors",
-    _SHAPE: "config.json and the weights belong to different models",
+    ProblemKind.SHAPE: "config.json and the weights belong to different models",
     ProblemKind.DTYPE: (
         "quantized weights need a quantization_config in config.json: block-wise FP8 and MXFP4 are dequantized "
         "while loading, other methods use transformers' quantizers"
@@ -157,4 +156,6 @@ def advice_for(
         method = settings_of(part.quantization_config).get("quant_method")
         known = f"quantization_config has quant_method {method!r}, which neither nrl_models nor transformers reads"
         return [f"{known}: load the checkpoint that it was quantized from"]
-    return advice + [text for kind, text in _ADVICE.items() if kind in kinds and not (passed and kind is _SHAPE)]
+    if passed:  # which may be the cause of wrong shapes
+        kinds.discard(ProblemKind.SHAPE)
+    return advice + [text for kind, text in _ADVICE.items() if kind in kinds]

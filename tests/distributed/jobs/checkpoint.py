@@ -19,6 +19,7 @@ from safetensors import safe_open
 
 from jobs.setting import assert_same, case_of, local, mesh_of, new_optimizer, train
 from nrl_models import AutoModelForCausalLM
+from nrl_models.common.checkpoint.local_path import MANIFEST_NAME
 from nrl_models.common.state_dict.kept_tensors import kept_by
 from nrl_models.distributed import load_checkpoint, parallelize, save_checkpoint
 from nrl_models.distributed.resume_checkpoints import manifest, version_writing
@@ -272,7 +273,7 @@ def flip(file: Path, bit: int) -> None:
 def accepts_changed_manifests(version: str, **sizes: int) -> dict[str, str]:
     """Load a version with changed manifests whose hashes are correct. Returns the changes that loading accepts."""
     model, optimizer = new(**sizes)
-    file = Path(version) / manifest.NAME
+    file = Path(version) / MANIFEST_NAME
     content = json.loads(file.read_text())["manifest"]
     wrong = {}
     for name, change in CHANGES.items():
