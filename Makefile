@@ -2,14 +2,14 @@
 #
 #   make demo           train a small Llama, load it with nrl_models, run every check, certify it; 3 to 7 minutes
 #   make test           hand-written tests, generated tests for one model of each architecture pattern, and for changed
-#                       families; 10 minutes on 2 cores. SHARE=24 adds one in 24 of the long tests, and tests of
-#                       one in 24 of the other architectures
+#                       families; 10 minutes on 2 cores. SHARE=36 adds one in 36 of the long tests, and tests of
+#                       one in 36 of the other architectures
 #   make test-classes   compare every class with transformers' class; 5 minutes
 #   make test-all       all of these; an hour (TRANSFORMERS=5.5.0 selects another version)
 #   make test-real      tests on two small pretrained models from PyPI
 #   make test-full      every configuration key, every planted bug, and the oldest transformers; hours
 #   make campaign       20,000 damaged inputs of each kind (CASES=, SEED=); hours
-#   make test-distributed      tests of several processes, and of packages that train models; 30 minutes, less with SHARE=24
+#   make test-distributed      tests of several processes, and of packages that train models; 30 minutes, less with SHARE=36
 #   make distributed-coverage  shard every architecture over two processes, write the coverage pages; 20 minutes
 #   make test-trainers  tests of each trainer in docs/trainers.md, in an environment of its own
 #   make engine         install vLLM into .venv-engine
