@@ -143,7 +143,7 @@ def rl_step(rows: Sequence[Row]) -> str:
     shared = [row for row in rows if "shared prompt" in str(row.get("shape"))]
     others = [row for row in rows if row not in shared]
     time, memory = (of(others, name, way="ours, packed") for name in ("time, ratio", "memory, ratio"))
-    once = f", {percent(of(shared, 'time, ratio', way='ours, packed'))} if 8 share a prompt" if shared else ""
+    once = f" ({percent(of(shared, 'time, ratio', way='ours, packed'))} if 8 rollouts share a prompt)" if shared else ""
     return (
         f"`rollout_logprobs` takes {percent(time)} of the time{once} and {span(memory)} times the memory of "
         "transformers, one padded rollout at a time as in TRL."

@@ -6,7 +6,7 @@ resume checkpoints, of the state: fp32 weights and AdamW's two states. The peer 
 and saving, `state_dict()` copies for exports, `torch.save` and `torch.load` for resume checkpoints.
 
 Memory-mapped weights take no anonymous memory until they are written. The RL step has 8 rollouts of 256 tokens, and
-gradients exist before it. Its peer computes complete logits, one rollout at a time.
+gradients exist before it. Its weights are in fp32. Its peer computes complete logits, one rollout at a time.
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ def _rl_step(who: str, path: str, folder: str) -> tuple[Callable[[], Any], int]:
 
     from nrl_models import rollout_logprobs
 
-    model = _in_memory(who, path)
+    model = _in_memory(who, path).float()
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     torch.manual_seed(0)
