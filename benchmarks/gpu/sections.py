@@ -41,10 +41,11 @@ SECTIONS = (
         "level_three",
         180,
         "Logits of the same checkpoint, loaded with nrl_models and with transformers, in fp32 and bf16. The models are "
-        "one tiny model per architecture pattern, and larger ones, all with random weights. bf16 logits that are not "
-        "equal bit for bit are compared with fp32 logits: the RMS error may be at most 1.25 times that of "
-        "transformers, and the largest error at most twice. For MoE models, the share of expert choices that differ is "
-        "compared with a bound that is measured per model. [Parity](parity.md) explains the bounds.",
+        "one tiny model for each kind of architecture (such as dense, MoE or hybrid), and larger ones, all with random "
+        "weights. bf16 logits that are not equal bit for bit are compared with fp32 logits: the RMS error may be at "
+        "most 1.25 times that of transformers, and the largest error at most twice. For MoE models, the share of "
+        "expert choices that differ is compared with a bound that is measured per model. [Parity](parity.md) explains "
+        "level 3 and the bounds.",
     ),
     Section(
         "training",
@@ -54,7 +55,7 @@ SECTIONS = (
         "Forward, backward and AdamW in bf16, without compilation. `combined`: nrl_models with fused projections "
         "(`combine=True`). `separate`: without. Measurements alternate between the models. MFU is the fraction of the "
         "GPU's dense bf16 peak, with six operations per token and active parameter, plus causal attention. `share of "
-        "matmul speed` uses the fastest matmul that the process measured instead of the peak. `transformers, again` "
+        "matmul speed` is the fraction of the speed of the fastest matmul in the same process. `transformers, again` "
         "repeats the baseline; its ratio shows the measurement noise.",
     ),
     Section(
@@ -83,19 +84,19 @@ SECTIONS = (
         "Log-probabilities of a vocabulary of 128,256",
         "vocabulary",
         90,
-        "Extra memory and time of one pass from hidden states. `full logits` computes all logits in the dtype of the "
-        "row, and their log-softmax in fp32. `nrl_models, loss` receives the loss beforehand (`token_logprobs(..., "
-        "loss=...)`), so it computes gradients in the same pass. `full logits again` repeats the baseline; its ratio "
-        "shows the measurement noise.",
+        "Extra memory and time of one pass from the last hidden states to log-probabilities. `full logits` computes "
+        "all logits in the dtype of the row, and their log-softmax in fp32. `nrl_models, loss` receives the loss "
+        "function (`token_logprobs(..., loss=...)`), so it computes gradients in the same pass as log-probabilities. "
+        "`full logits again` repeats the baseline; its ratio shows the measurement noise.",
     ),
     Section(
         "load",
         "Loading to the device",
         "loading",
         90,
-        "Loading a bf16 checkpoint from a warm page cache to the device, relative to transformers and to a bare read "
-        "of the same bytes with pinned copies. `transformers, again` repeats the baseline; its ratio shows the "
-        "measurement noise.",
+        "Loading a bf16 checkpoint from a warm page cache to the device, relative to transformers, and to only "
+        "reading the same bytes and copying them through pinned memory. `transformers, again` repeats the baseline; "
+        "its ratio shows the measurement noise.",
     ),
     Section(
         "refit",
@@ -121,7 +122,7 @@ SECTIONS = (
         "Generated tests",
         "generated_tests",
         240,
-        "The generated tests of `make test` run on the device, for one family of each architecture pattern.",
+        "The generated tests of `make test` run on the device, for one family of each kind of architecture.",
         {"NVIDIA_TF32_OVERRIDE": "0"},  # some convolutions use TF32 by default, which the fp32 bounds exclude
     ),
 )
