@@ -38,7 +38,7 @@ class Check:
 
     Args:
         names: names of its results.
-        run: the function; it gets the deadline of the budget.
+        run: the function.
         loads: estimated time, in multiples of the time that `files` takes to load the checkpoint.
         seconds: estimated time that does not depend on the checkpoint.
         needs_engine: it starts the engine.
@@ -47,7 +47,7 @@ class Check:
     """
 
     names: tuple[str, ...]
-    run: Callable[[CheckpointUnderTest, float | None], Iterator[CheckResult]]
+    run: Callable[[CheckpointUnderTest], Iterator[CheckResult]]
     loads: float
     seconds: float = 1.0
     needs_engine: bool = False
@@ -55,30 +55,24 @@ class Check:
     copies: int = 1
 
 
-def _no_deadline(
-    run: Callable[[CheckpointUnderTest], Iterator[CheckResult]],
-) -> Callable[[CheckpointUnderTest, float | None], Iterator[CheckResult]]:
-    return lambda subject, deadline: run(subject)
-
-
 CHECKS = (
-    Check(("files",), _no_deadline(without_engine.files), 1),
-    Check(("tokenizer",), _no_deadline(without_engine.tokenizer), 0),
-    Check(("values",), _no_deadline(without_engine.values), 0),
-    Check(("embeddings",), _no_deadline(without_engine.embeddings), 1),
-    Check(("padding", "packing"), _no_deadline(without_engine.batches), 2),
-    Check(("saved files",), _no_deadline(without_engine.saved_files), 2, copies=2),
-    Check(("draft layers",), _no_deadline(layer_checks.draft_layers), 2, copies=2),
-    Check(("router replay",), _no_deadline(layer_checks.router_replay), 2),
-    Check(("sharding",), _no_deadline(without_engine.sharding), 1, 10.0, copies=0),
-    Check(("weights", "layers", "logits", "gradients"), _no_deadline(without_engine.parity), 12, 5.0, copies=4),
-    Check((ENGINE_START,), _no_deadline(running_engine.engine_start), 3, 5.0, needs_engine=True, copies=2),
-    Check(("routed experts",), _no_deadline(running_engine.routed_experts), 2, needs_engine=True, copies=2),
-    Check(("images",), _no_deadline(running_engine.images), 5, needs_engine=True, copies=2),
-    Check(("prefix caching",), _no_deadline(running_engine.prefix_caching), 5, 5.0, needs_engine=True, copies=2),
-    Check(("longest length",), _no_deadline(running_engine.longest_length), 10, 10.0, needs_engine=True, copies=2),
-    Check((lora.MERGED,), _no_deadline(lora.merged), 8, 5.0, needs_engine=True, copies=3),
-    Check((lora.SERVED,), _no_deadline(lora.served), 8, 10.0, needs_engine=True, copies=3),
+    Check(("files",), without_engine.files, 1),
+    Check(("tokenizer",), without_engine.tokenizer, 0),
+    Check(("values",), without_engine.values, 0),
+    Check(("embeddings",), without_engine.embeddings, 1),
+    Check(("padding", "packing"), without_engine.batches, 2),
+    Check(("saved files",), without_engine.saved_files, 2, copies=2),
+    Check(("draft layers",), layer_checks.draft_layers, 2, copies=2),
+    Check(("router replay",), layer_checks.router_replay, 2),
+    Check(("sharding",), without_engine.sharding, 1, 10.0, copies=0),
+    Check(("weights", "layers", "logits", "gradients"), without_engine.parity, 12, 5.0, copies=4),
+    Check((ENGINE_START,), running_engine.engine_start, 3, 5.0, needs_engine=True, copies=2),
+    Check(("routed experts",), running_engine.routed_experts, 2, needs_engine=True, copies=2),
+    Check(("images",), running_engine.images, 5, needs_engine=True, copies=2),
+    Check(("prefix caching",), running_engine.prefix_caching, 5, 5.0, needs_engine=True, copies=2),
+    Check(("longest length",), running_engine.longest_length, 10, 10.0, needs_engine=True, copies=2),
+    Check((lora.MERGED,), lora.merged, 8, 5.0, needs_engine=True, copies=3),
+    Check((lora.SERVED,), lora.served, 8, 10.0, needs_engine=True, copies=3),
     Check(with_engine.REFITS, with_engine.refits, 20, 30.0, needs_engine=True, copies=4),
     Check(
         (LOGPROBS, "decode against prefill"),
@@ -89,7 +83,7 @@ CHECKS = (
         extra=(OTHER_CELLS,),
         copies=2,
     ),
-    Check(in_loop.NAMES, _no_deadline(in_loop.controls), 12, 20.0, copies=4),
+    Check(in_loop.NAMES, in_loop.controls, 12, 20.0, copies=4),
 )
 """All checks, the cheapest first."""
 
@@ -163,9 +157,9 @@ def certify(
     subject.delete_plotted({*NAMES} - saved.results.keys())
     if layers is not None:
         subject.folder = _first_layers(subject, layers, key, fresh=fresh)
-    deadline = None if budget is None else time.monotonic() + budget
+    subject.deadline = None if budget is None else time.monotonic() + budget
     try:
-        results = _run_all(subject, saved, only, skip, deadline, progress)
+        results = _run_all(subject, saved, only, skip, progress)
     finally:
         subject.release_engine()
     progress("", results)
@@ -203,7 +197,6 @@ def _run_all(
     saved: _Saved,
     only: Collection[str],
     skip: Collection[str],
-    deadline: float | None,
     progress: Callable[[str, list[CheckResult]], None],
 ) -> list[CheckResult]:
     """Run the checks that are not saved. Returns all results."""
@@ -217,15 +210,15 @@ def _run_all(
         # A server may have been started again, with other options or weights.
         is_stale = check.needs_engine and is_server(subject.options.engine) and _is_selected(check, only, skip)
         if not is_complete or is_stale or not all(result.is_final for result in done):
-            reason = _reason_to_leave_out(check, subject, only, skip, deadline, load_seconds)
+            reason = _reason_to_leave_out(check, subject, only, skip, load_seconds)
             if check.needs_engine and not is_started:
                 reason = "the engine does not start"
             if not reason:
                 progress(", ".join(check.names), results)
                 subject.delete_plotted(check.names)
-                done = _run(check, subject, deadline)
+                done = _run(check, subject)
             elif not is_complete or is_stale or all(result.status is Status.LEFT_OUT for result in done):
-                done = [CheckResult(name=name, status=Status.LEFT_OUT, summary=reason) for name in check.names]
+                done = [CheckResult(name, Status.LEFT_OUT, reason) for name in check.names]
             saved.add(done, replacing=(*check.names, *check.extra))
         results += done
         if check.names == (ENGINE_START,):
@@ -234,7 +227,7 @@ def _run_all(
             load_seconds = results[0].seconds
             if results[0].status not in (Status.PASSED, Status.LEFT_OUT):  # nothing else can run
                 results += [
-                    CheckResult(name=name, status=Status.LEFT_OUT, summary="the checkpoint does not load")
+                    CheckResult(name, Status.LEFT_OUT, "the checkpoint does not load")
                     for other in CHECKS[1:]
                     for name in other.names
                     if name not in in_loop.NAMES
@@ -253,7 +246,6 @@ def _reason_to_leave_out(
     subject: CheckpointUnderTest,
     only: Collection[str],
     skip: Collection[str],
-    deadline: float | None,
     load_seconds: float,
 ) -> str:
     options = subject.options
@@ -264,18 +256,18 @@ def _reason_to_leave_out(
     if missing := subject.missing_memory(check.copies):
         return missing
     expected = check.seconds + check.loads * load_seconds
-    if deadline is not None and time.monotonic() + expected > deadline:
+    if subject.deadline is not None and time.monotonic() + expected > subject.deadline:
         return f"no time left: estimated at {expected:.0f} s"
     return ""
 
 
-def _run(check: Check, subject: CheckpointUnderTest, deadline: float | None) -> list[CheckResult]:
+def _run(check: Check, subject: CheckpointUnderTest) -> list[CheckResult]:
     """Run a check. Errors of the checkpoint and the engine fail it; others leave it undecided, with the error."""
     started = time.monotonic()
     found: list[CheckResult] = []
     try:
-        with with_engine.interrupting(deadline):
-            found += check.run(subject, deadline)
+        with with_engine.interrupting(subject.deadline):
+            found += check.run(subject)
     except with_engine.OutOfTimeError as error:
         found += _unreached(check, found, Status.LEFT_OUT, str(error))
     except (NRLModelsError, OSError) as error:
@@ -297,9 +289,7 @@ def _unreached(
     done = {result.name for result in found}
     is_error = status is not Status.LEFT_OUT
     return [
-        CheckResult(name=name, status=status, summary=summary, side=side, is_error=is_error)
-        for name in check.names
-        if name not in done
+        CheckResult(name, status, summary, side=side, is_error=is_error) for name in check.names if name not in done
     ]
 
 

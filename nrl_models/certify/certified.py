@@ -89,6 +89,7 @@ class CheckpointUnderTest:
         out: directory for measurements.
         key: digest of everything that results depend on.
         fresh: discard earlier measurements.
+        deadline: `time.monotonic()` after which no further step, cell or check starts; None for no limit.
     """
 
     path: str | Path
@@ -96,6 +97,7 @@ class CheckpointUnderTest:
     out: Path
     key: str = ""
     fresh: bool = False
+    deadline: float | None = None
 
     @cached_property
     def folder(self) -> Path:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import KW_ONLY, asdict, dataclass
 from enum import StrEnum
 from typing import Any
 
@@ -52,7 +52,7 @@ class Side(StrEnum):
     """The engine, its options, or the weights that it received."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class CheckResult:
     """The result of a check.
 
@@ -77,6 +77,7 @@ class CheckResult:
     name: str
     status: Status
     summary: str
+    _: KW_ONLY
     value: float | None = None
     bound: float | None = None
     unit: Unit | None = None
@@ -86,6 +87,35 @@ class CheckResult:
     side: Side | None = None
     length: int = 0
     is_error: bool = False
+
+    @classmethod
+    def of(
+        cls,
+        name: str,
+        problems: Sequence[str],
+        passed: str,
+        *,
+        compared: int,
+        side: Side | None = None,
+        advice: str = "",
+        **more: Any,
+    ) -> CheckResult:
+        """Return the result of a check that fails if there are problems.
+
+        Args:
+            name: name of the check.
+            problems: what is wrong; empty if the check passes.
+            passed: the summary without problems.
+            compared: number of compared tensors, tokens or cells. Without any, the check is not decided.
+            side: the source of the problems.
+            advice: what to do about the problems.
+            more: further fields.
+        """
+        status = status_of(failed=bool(problems), compared=compared)
+        if not problems:
+            side, advice = None, ""
+        summary = "; ".join(problems) or passed
+        return cls(name, status, summary, compared=compared, side=side, advice=advice, **more)
 
     @property
     def is_final(self) -> bool:
@@ -108,6 +138,11 @@ class CheckResult:
         unit, side = values.get("unit"), values.get("side")
         typed = {"unit": None if unit is None else Unit(unit), "side": None if side is None else Side(side)}
         return cls(**{**values, **typed, "status": Status(values["status"])})
+
+
+def token_error(value: float | None, bound: float) -> dict[str, Any]:
+    """Return the fields of a result that compares a `token_mult_prob_error` with its bound."""
+    return {"value": value, "bound": bound, "unit": Unit.TOKEN_MULT_PROB_ERROR}
 
 
 def status_of(*, failed: bool, compared: int) -> Status:

@@ -26,7 +26,7 @@ from torch.multiprocessing.spawn import ProcessException
 
 from nrl_models.auto import auto_class_for
 from nrl_models.certify.certified import CheckpointUnderTest
-from nrl_models.certify.check_result import CheckResult, Side, status_of
+from nrl_models.certify.check_result import CheckResult, Side, token_error
 from nrl_models.common.checkpoint.writing import write_whole
 from nrl_models.common.forward.evaluation import evaluating
 from nrl_models.consistency.cells import THRESHOLD
@@ -102,7 +102,9 @@ def controls(subject: CheckpointUnderTest) -> Iterator[CheckResult]:
     subject.release_model()
     ranks = math.prod(mesh.values())
     if ranks == 1:
-        engine = _receiver(subject.folder, options.dtype) if options.engine is None else subject.start_engine()
+        engine = (
+            HFEngine.start(subject.folder, dtype=options.dtype) if options.engine is None else subject.start_engine()
+        )
         with engine:
             found = run_loop(subject.folder, options.dtype, options.device, options.seed, engine=engine)
     else:
@@ -117,18 +119,16 @@ def _at_zero(found: Controls, bound: float, where: str) -> CheckResult:
     changed = sorted({name for names in found.changed[:-1] for name in names})
     problems = [] if ratio <= bound else [f"ratios of new and old probability differ from 1 by up to {ratio:.2e}"]
     problems += [f"{len(changed)} exported tensors changed: {listed(changed)}"] if changed else []
-    compared = found.tokens if all(found.sent) else 0
-    return CheckResult(
-        name=ZERO,
-        status=status_of(failed=bool(problems), compared=compared),
-        summary="; ".join(problems)
-        or f"ratios of new and old probability differ from 1 by up to {ratio:.2e}; digests unchanged{where}",
+    return CheckResult.of(
+        ZERO,
+        problems,
+        f"ratios of new and old probability differ from 1 by up to {ratio:.2e}; digests unchanged{where}",
         value=ratio,
         bound=bound,
         unit=Unit.MAX_DIFF,
-        compared=compared,
-        side=Side.MODEL if problems else None,
-        advice="Dropout, sharding or the export changes the model during training." if problems else "",
+        compared=found.tokens if all(found.sent) else 0,
+        side=Side.MODEL,
+        advice="Dropout, sharding or the export changes the model during training.",
     )
 
 
@@ -140,23 +140,15 @@ def _second_sync(found: Controls, where: str) -> CheckResult:
         problems.append(f"sync {number}: token_mult_prob_error {shown_error(worst)} between engine and trainer")
     if found.changed and not found.changed[-1]:
         problems.append("no exported tensor changed after a step with a learning rate above 0")
-    compared = sum(found.sent) if found.error and all(found.sent) else 0
-    return CheckResult(
-        name=SECOND,
-        status=status_of(failed=bool(problems), compared=compared),
-        summary="; ".join(problems)
-        or f"{len(found.error)} syncs arrived; token_mult_prob_error at most {shown_error(worst)}{where}",
-        value=worst if found.error else None,
-        bound=THRESHOLD,
-        unit=Unit.TOKEN_MULT_PROB_ERROR,
-        compared=compared,
-        side=Side.ENGINE if problems else None,
-        advice="Weights do not reach the engine as the trainer has them." if problems else "",
+    return CheckResult.of(
+        SECOND,
+        problems,
+        f"{len(found.error)} syncs arrived; token_mult_prob_error at most {shown_error(worst)}{where}",
+        **token_error(worst if found.error else None, THRESHOLD),
+        compared=sum(found.sent) if found.error and all(found.sent) else 0,
+        side=Side.ENGINE,
+        advice="Weights do not reach the engine as the trainer has them.",
     )
-
-
-def _receiver(folder: Path, dtype: torch.dtype | None) -> HFEngine:
-    return HFEngine.start(folder, dtype=dtype)
 
 
 def run_loop(
@@ -252,7 +244,7 @@ def _rank(
     dist.init_process_group("gloo", init_method=f"file://{out}/store", rank=rank, world_size=ranks, timeout=PATIENCE)
     devices = init_device_mesh("cpu", tuple(mesh.values()), mesh_dim_names=tuple(mesh))
     try:
-        with _receiver(folder, dtype) if rank == 0 else nullcontext() as engine:
+        with HFEngine.start(folder, dtype=dtype) if rank == 0 else nullcontext() as engine:
             found = run_loop(folder, dtype, "cpu", seed, engine=engine, mesh=devices)
     except NRLModelsError as error:
         write_whole(Path(out) / ERROR, pickle.dumps(error))

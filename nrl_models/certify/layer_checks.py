@@ -34,15 +34,12 @@ def draft_layers(subject: CheckpointUnderTest) -> Iterator[CheckResult]:
     stored = {key: tensor.read() for key, tensor in kept.items()}
     if not stored:
         declared = names.announced if names.known else 0
-        yield CheckResult(
-            name=name,
-            status=Status.NOT_DECIDED if declared else Status.NOT_APPLICABLE,
-            summary=f"config.json declares {declared} draft layers, and the files have none"
-            if declared
-            else "the model has none",
-            compared=0,
-            advice=f"Add their tensors for speculative decoding, or set {names.key} to 0." if declared else "",
-        )
+        if declared:
+            summary = f"config.json declares {declared} draft layers, and the files have none"
+            advice = f"Add their tensors for speculative decoding, or set {names.key} to 0."
+            yield CheckResult(name, Status.NOT_DECIDED, summary, compared=0, advice=advice)
+        else:
+            yield CheckResult(name, Status.NOT_APPLICABLE, "the model has none", compared=0)
         return
     with tempfile.TemporaryDirectory(dir=subject.out) as folder:
         model.save_pretrained(folder)
@@ -59,13 +56,13 @@ def draft_layers(subject: CheckpointUnderTest) -> Iterator[CheckResult]:
     found = [f"{problem}: {listed(keys)}" for problem, keys in problems.items() if keys]
     if not found and (error := _cannot_run(again)):
         found, side = [error], Side.FILES
-    yield CheckResult(
-        name=name,
-        status=Status.FAILED if found else Status.PASSED,
-        summary="; ".join(found) or f"{len(stored)} tensors load, and are exported and saved unchanged",
+    yield CheckResult.of(
+        name,
+        found,
+        f"{len(stored)} tensors load, and are exported and saved unchanged",
         compared=len(stored),
-        side=side if found else None,
-        advice="An engine would draft with these weights: restore them from the published checkpoint." if found else "",
+        side=side,
+        advice="An engine would draft with these weights: restore them from the published checkpoint.",
     )
 
 
@@ -97,11 +94,10 @@ def router_replay(subject: CheckpointUnderTest) -> Iterator[CheckResult]:
     """Check that replaying recorded experts changes nothing, and that replaying others does."""
     name, model = "router replay", subject.model
     if ModelKind.MOE not in kinds_of(subject.config):
-        yield CheckResult(name=name, status=Status.NOT_APPLICABLE, summary="the model has no experts")
+        yield CheckResult(name, Status.NOT_APPLICABLE, "the model has no experts")
         return
     if not can_replay(model):
-        summary = f"not supported: {model.limits['router replay']}"
-        yield CheckResult(name=name, status=Status.NOT_APPLICABLE, summary=summary)
+        yield CheckResult(name, Status.NOT_APPLICABLE, f"not supported: {model.limits['router replay']}")
         return
     inputs = inputs_for(model, seed=subject.options.seed)
     with evaluating(model):
@@ -110,25 +106,28 @@ def router_replay(subject: CheckpointUnderTest) -> Iterator[CheckResult]:
         tokens = sum(choice.shape[:-1].numel() for choices in record.values() for choice in choices)
         if not record or _same_choices(record, others):
             summary = "no choice of experts was recorded" if not record else "all tokens have the same experts"
-            yield CheckResult(name=name, status=Status.NOT_DECIDED, summary=summary, compared=0)
+            yield CheckResult(name, Status.NOT_DECIDED, summary, compared=0)
             return
         with replay_routing(model, record):
             same = (logits_of(model, inputs) - expected).abs().max().item()
         with replay_routing(model, others):
             other = (logits_of(model, inputs) - expected).abs().max().item()
         bound = limit(logits_noise(model, inputs), torch.float32)
-    problem = "" if same <= bound else f"replaying the recorded experts changes logits by {same:.1e}"
-    problem = problem or ("" if other > bound else "replaying other experts changes nothing")
-    yield CheckResult(
-        name=name,
-        status=Status.FAILED if problem else Status.PASSED,
-        summary=problem or f"{tokens:,} choices replayed in {len(record)} layers; logits differ by {same:.1e}",
+    problems = []
+    if not same <= bound:
+        problems = [f"replaying the recorded experts changes logits by {same:.1e}"]
+    elif not other > bound:
+        problems = ["replaying other experts changes nothing"]
+    yield CheckResult.of(
+        name,
+        problems,
+        f"{tokens:,} choices replayed in {len(record)} layers; logits differ by {same:.1e}",
         value=same,
         bound=bound,
         unit=Unit.MAX_DIFF,
         compared=tokens,
-        side=Side.MODEL if problem else None,
-        advice="Train without router replay, or report the model." if problem else "",
+        side=Side.MODEL,
+        advice="Train without router replay, or report the model.",
     )
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from nrl_models.certify.certified import CheckpointUnderTest
-from nrl_models.certify.check_result import CheckResult, Side, Status, status_of
+from nrl_models.certify.check_result import CheckResult, Side, Status, status_of, token_error
 from nrl_models.common.dtypes import dtype_name
 from nrl_models.common.state_dict.merged import export_adapter
 from nrl_models.consistency import Data, Mode
@@ -27,7 +27,6 @@ from nrl_models.errors import EngineError, StateDictError, one_line
 from nrl_models.logprobs.metrics import shown_error, token_mult_prob_error
 from nrl_models.logprobs.sampling import Sampling
 from nrl_models.parity.noise import rounded_otherwise
-from nrl_models.parity.parity_report import Unit
 
 MERGED, SERVED = "LoRA merged into weights", "LoRA served by the engine"
 """Names of the checks."""
@@ -51,13 +50,13 @@ def merged(subject: CheckpointUnderTest) -> Iterator[CheckResult]:
     """
     engine = subject.engine
     if reason := _not_possible(subject) or ("" if engine.capabilities().refit else f"{engine.name} takes no weights"):
-        yield CheckResult(name=MERGED, status=Status.NOT_COVERED, summary=reason)
+        yield CheckResult(MERGED, Status.NOT_COVERED, reason)
         return
     try:
         adapted = _with_adapter(subject)
         adapter = export_adapter(adapted)
     except (ValueError, StateDictError) as error:  # PEFT or the export does not support the model's layers
-        yield CheckResult(name=MERGED, status=Status.NOT_COVERED, summary=one_line(error))
+        yield CheckResult(MERGED, Status.NOT_COVERED, one_line(error))
         return
     sent: dict[str, str] = {}
     report = engine.refit(digested(adapter.iter_export(adapted), sent), partial=True)
@@ -68,12 +67,12 @@ def merged(subject: CheckpointUnderTest) -> Iterator[CheckResult]:
 def served(subject: CheckpointUnderTest) -> Iterator[CheckResult]:
     """Load a random adapter into vLLM, and compare log-probabilities."""
     if subject.options.engine != "vllm":
-        yield CheckResult(name=SERVED, status=Status.NOT_APPLICABLE, summary="the engine serves no adapters")
+        yield CheckResult(SERVED, Status.NOT_APPLICABLE, "the engine serves no adapters")
         return
     other = "vLLM in another environment (python=) serves no adapters here"
     reason = _not_possible(subject) or (other if "python" in subject.options.engine_options else "")
     if reason:
-        yield CheckResult(name=SERVED, status=Status.NOT_COVERED, summary=reason)
+        yield CheckResult(SERVED, Status.NOT_COVERED, reason)
         return
     subject.release_engine()
     adapted = _with_adapter(subject)
@@ -82,16 +81,16 @@ def served(subject: CheckpointUnderTest) -> Iterator[CheckResult]:
         try:
             engine = subject.start_engine(enable_lora=True, max_lora_rank=RANK)
         except EngineError as error:  # vLLM has no LoRA for this model
-            yield CheckResult(name=SERVED, status=Status.NOT_COVERED, summary=one_line(error))
+            yield CheckResult(SERVED, Status.NOT_COVERED, one_line(error))
             return
         with engine:
             if not isinstance(engine, VLLMEngine):
-                yield CheckResult(name=SERVED, status=Status.NOT_COVERED, summary=f"{engine.name} serves no adapters")
+                yield CheckResult(SERVED, Status.NOT_COVERED, f"{engine.name} serves no adapters")
                 return
             try:
                 engine.use_adapter(Path(folder))
             except EngineError as error:
-                yield CheckResult(name=SERVED, status=Status.NOT_COVERED, summary=one_line(error))
+                yield CheckResult(SERVED, Status.NOT_COVERED, one_line(error))
                 return
             yield _compared(subject, SERVED, engine, adapted, [])
     subject.release_engine()
@@ -140,7 +139,7 @@ def _compared(
     )
     trainer = HFEngine(adapted.get_base_model(), "trainer")
     if not any(sample.tokens for sample in samples):
-        return CheckResult(name=name, status=Status.NOT_DECIDED, summary="the engine sampled nothing", compared=0)
+        return CheckResult(name, Status.NOT_DECIDED, "the engine sampled nothing", compared=0)
     scores, decode = _scores(trainer, samples), padded([sample.logprobs for sample in samples])
     with adapted.disable_adapter():
         without = _scores(trainer, samples)
@@ -161,12 +160,10 @@ def _compared(
     if status is Status.NOT_DECIDED:
         summary += f": the noise floor of {dtype_name(trainer.model.dtype)} is {shown_error(noise)}"
     return CheckResult(
-        name=name,
-        status=status,
-        summary="; ".join(problems) or summary,
-        value=error,
-        bound=min(bound, THRESHOLD),
-        unit=Unit.TOKEN_MULT_PROB_ERROR,
+        name,
+        status,
+        "; ".join(problems) or summary,
+        **token_error(error, min(bound, THRESHOLD)),
         compared=compared,
         side=Side.ENGINE if problems else None,
         advice="Rollouts would not use the adapter as it is trained." if problems else "",

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from nrl_models.certify.certified import CheckpointUnderTest
-from nrl_models.certify.check_result import CheckResult, Side, Status, status_of
+from nrl_models.certify.check_result import CheckResult, Side, Status, token_error
 from nrl_models.certify.sides import side_of_verdict
 from nrl_models.certify.with_engine import of_cells
 from nrl_models.common.dtypes import dtype_name
@@ -34,7 +34,6 @@ from nrl_models.inputs.processors import load_processor
 from nrl_models.logprobs.metrics import shown_error, token_mult_prob_error
 from nrl_models.logprobs.sampling import Sampling
 from nrl_models.onboarding.inspect import ModelKind, kinds_of
-from nrl_models.parity.parity_report import Unit
 from nrl_models.parity.worst import worst_of
 
 NEW_TOKENS = 16
@@ -53,18 +52,12 @@ def engine_start(subject: CheckpointUnderTest) -> Iterator[CheckResult]:
     try:
         known = subject.engine.capabilities()
     except EngineUnavailableError as error:
-        yield CheckResult(name=name, status=Status.NOT_DECIDED, summary=one_line(error), compared=0, is_error=True)
+        yield CheckResult(name, Status.NOT_DECIDED, one_line(error), compared=0, is_error=True)
         return
     except EngineError as error:
         advice = "Change the engine's options, or use another engine or version."
         yield CheckResult(
-            name=name,
-            status=Status.FAILED,
-            summary=one_line(error),
-            side=Side.ENGINE,
-            compared=0,
-            advice=advice,
-            is_error=True,
+            name, Status.FAILED, one_line(error), compared=0, side=Side.ENGINE, advice=advice, is_error=True
         )
         return
     model = subject.trainer.model
@@ -83,15 +76,13 @@ def engine_start(subject: CheckpointUnderTest) -> Iterator[CheckResult]:
         f"{fact} {actual}, expected {wanted}" for fact, (actual, wanted, agrees) in compared.items() if not agrees
     ]
     shown = ", ".join(f"{fact} {actual}" for fact, (actual, _, _) in compared.items())
-    yield CheckResult(
-        name=name,
-        status=status_of(failed=bool(problems), compared=len(compared)),
-        summary="; ".join(problems) or shown or "the engine reports nothing about itself",
+    yield CheckResult.of(
+        name,
+        problems,
+        shown or "the engine reports nothing about itself",
         compared=len(compared),
-        side=Side.ENGINE if problems else None,
-        advice="Start the engine with the dtype and length of the rollouts (--dtype, --engine-option)."
-        if problems
-        else "",
+        side=Side.ENGINE,
+        advice="Start the engine with the dtype and length of the rollouts (--dtype, --engine-option).",
     )
 
 
@@ -99,7 +90,7 @@ def prefix_caching(subject: CheckpointUnderTest) -> Iterator[CheckResult]:
     """Continue the engine's own completion from its prefix cache, and compare with a prefill of all tokens."""
     name, engine = "prefix caching", subject.engine
     if not engine.capabilities().prefix_caching:
-        yield CheckResult(name=name, status=Status.NOT_APPLICABLE, summary=f"{engine.name} runs without it")
+        yield CheckResult(name, Status.NOT_APPLICABLE, f"{engine.name} runs without it")
         return
     count, new = GUIDE_COUNT if subject.options.full else COUNT
     prompts = subject.prompts
@@ -109,20 +100,17 @@ def prefix_caching(subject: CheckpointUnderTest) -> Iterator[CheckResult]:
     found = diagnose_prefix_caching(engine, subject.name, prompt, new_tokens=new, threshold=THRESHOLD)
     metrics = found.measured.get("against_prefill", {})
     error = metrics.get("token_mult_prob_error")
-    failed = not found.passed
-    tokens = metrics.get("tokens", 0)
-    yield CheckResult(
-        name=name,
-        status=status_of(failed=failed, compared=tokens),
-        summary=found.lines[-1]
-        if error is None
-        else f"token_mult_prob_error {shown_error(error)} between cached tokens and a prefill of all tokens",
-        value=error,
-        bound=THRESHOLD,
-        unit=Unit.TOKEN_MULT_PROB_ERROR,
-        compared=tokens,
-        side=Side.ENGINE if failed else None,
-        advice="Run rollouts with enable_prefix_caching=False." if failed else "",
+    summary = found.lines[-1]
+    if error is not None:
+        summary = f"token_mult_prob_error {shown_error(error)} between cached tokens and a prefill of all tokens"
+    yield CheckResult.of(
+        name,
+        [] if found.passed else [summary],
+        summary,
+        **token_error(error, THRESHOLD),
+        compared=metrics.get("tokens", 0),
+        side=Side.ENGINE,
+        advice="Run rollouts with enable_prefix_caching=False.",
     )
 
 
@@ -151,7 +139,7 @@ def routed_experts(subject: CheckpointUnderTest) -> Iterator[CheckResult]:
     name, trainer = "routed experts", subject.trainer
     if ModelKind.MOE not in kinds_of(subject.config) or not can_replay(trainer.model):
         summary = "the model has no experts, or its routing cannot be replayed"
-        yield CheckResult(name=name, status=Status.NOT_APPLICABLE, summary=summary)
+        yield CheckResult(name, Status.NOT_APPLICABLE, summary)
         return
     cell = Cell(2 * NEW_TOKENS, Data.DUMMY, Mode.SAMPLING, 2)
     prompts = subject.prompts.make(cell, NEW_TOKENS, subject.options.seed)
@@ -159,12 +147,9 @@ def routed_experts(subject: CheckpointUnderTest) -> Iterator[CheckResult]:
     samples = subject.engine.generate(prompts, Sampling(), max_new_tokens=NEW_TOKENS, seed=subject.options.seed)
     routed = [sample.routed_experts for sample in samples if sample.routed_experts is not None]
     if not routed:
-        yield CheckResult(
-            name=name,
-            status=Status.NOT_COVERED,
-            summary=f"{subject.engine.name} does not report its experts",
-            advice="For router replay, start it with --engine-option enable_return_routed_experts=true.",
-        )
+        advice = "For router replay, start it with --engine-option enable_return_routed_experts=true."
+        summary = f"{subject.engine.name} does not report its experts"
+        yield CheckResult(name, Status.NOT_COVERED, summary, advice=advice)
         return
     problems = _incomplete(samples)
     error = None
@@ -176,16 +161,14 @@ def routed_experts(subject: CheckpointUnderTest) -> Iterator[CheckResult]:
     if error is not None and not error <= THRESHOLD:
         problems = [f"token_mult_prob_error {shown_error(error)} with the engine's experts replayed in the trainer"]
     shown = "" if error is None else shown_error(error)
-    yield CheckResult(
-        name=name,
-        status=Status.FAILED if problems else Status.PASSED,
-        summary="; ".join(problems) or f"all tokens and layers reported; token_mult_prob_error {shown} replayed",
-        value=error,
-        bound=THRESHOLD,
-        unit=Unit.TOKEN_MULT_PROB_ERROR,
+    yield CheckResult.of(
+        name,
+        problems,
+        f"all tokens and layers reported; token_mult_prob_error {shown} replayed",
+        **token_error(error, THRESHOLD),
         compared=sum(choices.shape[:2].numel() for choices in routed),
-        side=Side.ENGINE if problems else None,
-        advice="Do not replay this engine's experts." if problems else "",
+        side=Side.ENGINE,
+        advice="Do not replay this engine's experts.",
     )
 
 
@@ -221,25 +204,22 @@ def images(subject: CheckpointUnderTest) -> Iterator[CheckResult]:
     """Compare prompts with images, if the model supports images."""
     name, trainer = "images", subject.trainer
     if not takes_images(trainer.model) or is_base_model(trainer.model):
-        yield CheckResult(name=name, status=Status.NOT_APPLICABLE, summary="the model takes no images")
+        yield CheckResult(name, Status.NOT_APPLICABLE, "the model takes no images")
         return
     known = subject.engine.capabilities()
     if not known.raw_images and not known.images:
-        summary = f"{subject.engine.name} accepts only token ids here"
-        yield CheckResult(name=name, status=Status.NOT_COVERED, summary=summary)
+        yield CheckResult(name, Status.NOT_COVERED, f"{subject.engine.name} accepts only token ids here")
         return
     errors, tokens, bound, faults = _raw_images(subject) if known.raw_images else _image_tensors(subject)
     worst = worst_of(errors, default=0.0)
     failed = not worst <= bound
     status = Status.FAILED if failed else Status.NOT_DECIDED if not (tokens and is_conclusive(worst)) else Status.PASSED
     yield CheckResult(
-        name=name,
-        status=status,
-        summary=f"{len(errors)} prompts; worst token_mult_prob_error {shown_error(worst)}"
+        name,
+        status,
+        f"{len(errors)} prompts; worst token_mult_prob_error {shown_error(worst)}"
         + (f"; first difference: {listed(faults)}" if faults else ""),
-        value=worst,
-        bound=min(bound, THRESHOLD),
-        unit=Unit.TOKEN_MULT_PROB_ERROR,
+        **token_error(worst, min(bound, THRESHOLD)),
         compared=tokens,
         side=Side.ENGINE if failed else None,
         advice="Run `nrl-models consistency --images`." if status is not Status.PASSED else "",

@@ -13,7 +13,7 @@ from typing import NoReturn
 import torch
 
 from nrl_models.certify.certified import CheckpointUnderTest
-from nrl_models.certify.check_result import LOGPROBS, OTHER_CELLS, CheckResult, Side, Status
+from nrl_models.certify.check_result import LOGPROBS, OTHER_CELLS, CheckResult, Side, Status, token_error
 from nrl_models.certify.sides import side_of_verdict
 from nrl_models.common.dtypes import dtype_name
 from nrl_models.common.trust.servers import is_server
@@ -36,7 +36,6 @@ from nrl_models.consistency.refit import check_refit, refit_settings
 from nrl_models.engines.digests import NO_DIGESTS
 from nrl_models.errors import RefitUnsupportedError, one_line
 from nrl_models.logprobs.metrics import shown_error, token_mult_prob_error
-from nrl_models.parity.parity_report import Unit
 from nrl_models.parity.worst import last_if_nan
 
 REFITS = ("refit from random weights", "refit after a training step")
@@ -73,20 +72,15 @@ def interrupting(deadline: float | None) -> Iterator[None]:
         signal.setitimer(signal.ITIMER_REAL, rest)
 
 
-def refits(subject: CheckpointUnderTest, deadline: float | None) -> Iterator[CheckResult]:
-    """Start the engine on random weights, refit it, train a step, refit it again; compare log-probabilities.
-
-    Args:
-        subject: the checkpoint.
-        deadline: `time.monotonic()` at which no further step starts; None for no limit.
-    """
+def refits(subject: CheckpointUnderTest) -> Iterator[CheckResult]:
+    """Start the engine on random weights, refit it, train a step, refit it again; compare log-probabilities."""
     options = subject.options
     assert options.engine is not None
     subject.release_model()
     subject.release_engine()
 
     def note(step: str) -> None:
-        if deadline is not None and time.monotonic() > deadline:
+        if subject.deadline is not None and time.monotonic() > subject.deadline:
             raise OutOfTimeError(f"no time left: the budget ended before this step: {step}")
 
     try:
@@ -101,7 +95,7 @@ def refits(subject: CheckpointUnderTest, deadline: float | None) -> Iterator[Che
         )
     except RefitUnsupportedError as error:
         for name in REFITS:
-            yield CheckResult(name=name, status=Status.LEFT_OUT, summary=one_line(error))
+            yield CheckResult(name, Status.LEFT_OUT, one_line(error))
         return
     for name, step in zip(REFITS, found.steps, strict=False):
         problems = [*step.problems, *step.result.problems]
@@ -110,17 +104,12 @@ def refits(subject: CheckpointUnderTest, deadline: float | None) -> Iterator[Che
         result = of_cells(subject, name, [step.result], problems, verdict.summary if verdict else "", side)
         yield result if step.report.digests else replace(result, summary=f"{result.summary}; {NO_DIGESTS}")
     for name in REFITS[len(found.steps) :]:
-        yield CheckResult(name=name, status=Status.NOT_DECIDED, summary="not reached: the first refit failed")
+        yield CheckResult(name, Status.NOT_DECIDED, "not reached: the first refit failed")
 
 
-def log_probabilities(subject: CheckpointUnderTest, deadline: float | None) -> Iterator[CheckResult]:
-    """Compare log-probabilities over a matrix of lengths, prompts, decoding modes and batch sizes.
-
-    Args:
-        subject: the checkpoint.
-        deadline: `time.monotonic()` at which no further cell starts; None for no limit.
-    """
-    report = _matrix(subject, deadline)
+def log_probabilities(subject: CheckpointUnderTest) -> Iterator[CheckResult]:
+    """Compare log-probabilities over a matrix of lengths, prompts, decoding modes and batch sizes."""
+    report = _matrix(subject)
     count, total = len(report.results), len(report.settings.cells())
     problems = [f"{result.cell}: {'; '.join(result.problems)}" for result in report.results if not result.passed]
     verdict = next((result.verdict for result in report.results if result.verdict), None)
@@ -131,16 +120,11 @@ def log_probabilities(subject: CheckpointUnderTest, deadline: float | None) -> I
     yield of_cells(subject, LOGPROBS, report.results, problems, verdict.summary if verdict else "", side)
     yield _decode_against_prefill(report.results)
     if count < total:
-        cells = ", ".join(map(str, report.settings.cells()[count:]))
-        yield CheckResult(
-            name=OTHER_CELLS,
-            status=Status.NOT_COVERED,
-            summary=f"{total - count} of {total} cells: {cells}",
-            advice="Pass a larger --budget.",
-        )
+        summary = f"{total - count} of {total} cells: {', '.join(map(str, report.settings.cells()[count:]))}"
+        yield CheckResult(OTHER_CELLS, Status.NOT_COVERED, summary, advice="Pass a larger --budget.")
 
 
-def _matrix(subject: CheckpointUnderTest, deadline: float | None) -> ConsistencyReport:
+def _matrix(subject: CheckpointUnderTest) -> ConsistencyReport:
     options = subject.options
     assert options.engine is not None
     subject.release_model()
@@ -165,7 +149,7 @@ def _matrix(subject: CheckpointUnderTest, deadline: float | None) -> Consistency
             rates.append((now - ends[-1]) / _tokens(report.results[-1].cell))
             ends.append(now)
             needed = max(rates) * max(map(_tokens, list(report.running)[:1]), default=0)
-        if deadline is not None and report.results and now + needed > deadline:
+        if subject.deadline is not None and report.results and now + needed > subject.deadline:
             raise OutOfTimeError
 
     try:
@@ -212,7 +196,7 @@ def of_cells(
         side: the source of the failure, if it fails.
     """
     if not results:
-        return CheckResult(name=name, status=Status.NOT_DECIDED, summary="; ".join(problems) or "no cell", compared=0)
+        return CheckResult(name, Status.NOT_DECIDED, "; ".join(problems) or "no cell", compared=0)
     worst = max(results, key=lambda result: last_if_nan(result.worst[1]))
     comparison, error = worst.worst
     errors = worst.errors
@@ -226,12 +210,10 @@ def of_cells(
         precision = dtype_name(wide[0].repeats[0].noise_dtype)
         summary += f"; {len(wide)} cells exceed {THRESHOLD} and agree only within the noise floor of {precision}"
     return CheckResult(
-        name=name,
-        status=status,
-        summary="; ".join([*problems, summary]),
-        value=error,
-        bound=min(worst.bound, THRESHOLD),
-        unit=Unit.TOKEN_MULT_PROB_ERROR,
+        name,
+        status,
+        "; ".join([*problems, summary]),
+        **token_error(error, min(worst.bound, THRESHOLD)),
         compared=tokens,
         side=side if problems else None,
         length=max(result.cell.length for result in results),
@@ -250,19 +232,16 @@ def _decode_against_prefill(results: list[CellResult]) -> CheckResult:
                 tokens += int(torch.isfinite(repeat.decode).sum())
     name = "decode against prefill"
     if not errors:
-        return CheckResult(
-            name=name, status=Status.NOT_DECIDED, summary="the engine cannot score existing tokens", compared=0
-        )
+        return CheckResult(name, Status.NOT_DECIDED, "the engine cannot score existing tokens", compared=0)
     worst = max(range(len(errors)), key=lambda index: last_if_nan(errors[index]))
-    bound = min(bounds[worst], THRESHOLD)
-    return CheckResult(
-        name=name,
-        status=Status.PASSED if errors[worst] <= bound else Status.FAILED,
-        summary=f"token_mult_prob_error {shown_error(errors[worst])} between decoding and prefill of the same tokens",
-        value=errors[worst],
-        bound=bound,
-        unit=Unit.TOKEN_MULT_PROB_ERROR,
+    error, bound = errors[worst], min(bounds[worst], THRESHOLD)
+    summary = f"token_mult_prob_error {shown_error(error)} between decoding and prefill of the same tokens"
+    return CheckResult.of(
+        name,
+        [] if error <= bound else [summary],
+        summary,
+        **token_error(error, bound),
         compared=tokens,
-        side=None if errors[worst] <= bound else Side.ENGINE,
+        side=Side.ENGINE,
         advice="The engine disagrees with itself: check its cache, positions and prefix caching.",
     )

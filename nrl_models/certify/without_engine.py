@@ -59,21 +59,16 @@ def files(subject: CheckpointUnderTest) -> Iterator[CheckResult]:
     inspection = subject.inspection
     count = sum(1 for _ in subject.model.parameters())
     if broken := [name for name, tensor in subject.model.state_dict().items() if not is_finite(tensor)]:
-        yield CheckResult(
-            name="files",
-            status=Status.FAILED,
-            summary=f"{len(broken)} tensors have NaN or infinite values: {listed(broken)}",
-            compared=count,
-            side=Side.FILES,
-            advice="Restore the weights from an intact copy.",
-        )
+        problem = f"{len(broken)} tensors have NaN or infinite values: {listed(broken)}"
+        advice = "Restore the weights from an intact copy."
+        yield CheckResult("files", Status.FAILED, problem, compared=count, side=Side.FILES, advice=advice)
         return
     summary = f"{count} parameters loaded, {inspection.parameters:,} elements"
     if inspection.mtp_tensors:
         summary += f"; {inspection.mtp_tensors} tensors of multi-token prediction are kept apart"
     if unread := examine(type(subject.model), subject.config).unread:
         summary += f"; configuration keys that nothing reads: {listed(unread)}"
-    yield CheckResult(name="files", status=status_of(failed=False, compared=count), summary=summary, compared=count)
+    yield CheckResult.of("files", [], summary, compared=count)
 
 
 def values(subject: CheckpointUnderTest) -> Iterator[CheckResult]:
@@ -83,20 +78,12 @@ def values(subject: CheckpointUnderTest) -> Iterator[CheckResult]:
     doubtful = [*doubtful_values(config, subject.inspection.dtypes), *doubtful_weights(subject.model)]
     doubtful += unlisted_tensors(subject.folder)
     count = sum(1 for _ in subject.model.parameters())
-    status = status_of(failed=bool(wrong), compared=count)
-    status = Status.NOT_DECIDED if doubtful and not wrong else status
-    yield CheckResult(
-        name=name,
-        status=status,
-        summary="; ".join(
-            wrong or doubtful or ["no implausible value, no zero or repeated weight", *unused_values(config)]
-        ),
-        compared=count,
-        side=Side.CONFIG if wrong else None,
-        advice="Compare with the published checkpoint. With --skip values, the answer is 'not decided'."
-        if doubtful and not wrong
-        else "",
-    )
+    if doubtful and not wrong:
+        advice = "Compare with the published checkpoint. With --skip values, the answer is 'not decided'."
+        yield CheckResult(name, Status.NOT_DECIDED, "; ".join(doubtful), compared=count, advice=advice)
+        return
+    passed = "; ".join(["no implausible value, no zero or repeated weight", *unused_values(config)])
+    yield CheckResult.of(name, wrong, passed, compared=count, side=Side.CONFIG)
 
 
 def saved_files(subject: CheckpointUnderTest) -> Iterator[CheckResult]:
@@ -107,15 +94,15 @@ def saved_files(subject: CheckpointUnderTest) -> Iterator[CheckResult]:
     difference = compare_state_dicts(subject.model.state_dict(), again.state_dict(), verbose=False)
     count = len(subject.model.state_dict())
     wrong = len(difference.missing) + len(difference.extra) + len(difference.max_diffs)
-    yield CheckResult(
-        name="saved files",
-        status=status_of(failed=not difference.equal, compared=count),
-        summary=f"{count} tensors are equal after saving and loading" if difference.equal else str(difference),
+    yield CheckResult.of(
+        "saved files",
+        [] if difference.equal else [str(difference)],
+        f"{count} tensors are equal after saving and loading",
         value=float(wrong),
         bound=0.0,
         unit=Unit.COUNT,
         compared=count,
-        side=None if difference.equal else Side.MODEL,
+        side=Side.MODEL,
     )
 
 
@@ -135,19 +122,19 @@ def _level(name: str, rows: list[ParityRow], divergences: list[str]) -> CheckRes
     closest = max(shares, key=lambda row: last_if_nan(shares[row]), default=rows[0] if rows else None)
     worst = failed[0] if failed else closest
     if worst is None:
-        return CheckResult(name=name, status=Status.NOT_DECIDED, summary="nothing was compared", compared=0)
+        return CheckResult(name, Status.NOT_DECIDED, "nothing was compared", compared=0)
     summary = f"{len(rows) - len(failed)} of {len(rows)} comparisons passed; "
     summary += f"{worst.check}: {worst.measured}, expected: {worst.expected}"
-    return CheckResult(
-        name=name,
-        status=status_of(failed=bool(failed), compared=len(rows)),
-        summary=summary,
+    return CheckResult.of(
+        name,
+        [summary] if failed else [],
+        summary,
         value=worst.value,
         bound=worst.bound,
         unit=worst.unit,
         compared=len(rows),
-        side=Side.MODEL if failed else None,
-        advice=f"First divergence: {divergences[0]}. Run `nrl-models parity`." if failed and divergences else "",
+        side=Side.MODEL,
+        advice=f"First divergence: {divergences[0]}. Run `nrl-models parity`." if divergences else "",
     )
 
 
@@ -156,9 +143,7 @@ def batches(subject: CheckpointUnderTest) -> Iterator[CheckResult]:
     model = subject.model
     if is_base_model(model):
         for name in ("padding", "packing"):
-            yield CheckResult(
-                name=name, status=Status.NOT_APPLICABLE, summary="a base model gives no log-probabilities"
-            )
+            yield CheckResult(name, Status.NOT_APPLICABLE, "a base model gives no log-probabilities")
         return
     bound = 2 * limit(
         logits_noise(model, inputs_for(model, length=32, batch=2, seed=subject.options.seed)), torch.float32
@@ -174,7 +159,7 @@ def batches(subject: CheckpointUnderTest) -> Iterator[CheckResult]:
         try:
             packed = rollout_logprobs(model, sequences).logprobs.detach().cpu()
         except ValueError as error:  # documents cannot be kept apart, and the error says why
-            yield CheckResult(name="packing", status=Status.NOT_APPLICABLE, summary=one_line(error))
+            yield CheckResult("packing", Status.NOT_APPLICABLE, one_line(error))
             return
         rows = [row[1 : len(sequence)] for row, sequence in zip(packed, sequences, strict=True)]
         if _takes_positions(model):
@@ -220,15 +205,16 @@ def _difference(name: str, expected: list[torch.Tensor], actual: list[torch.Tens
     pairs = list(zip(expected, actual, strict=True))
     compared = sum(len(first) for first, _ in pairs)
     largest = worst_of(((first - second).abs().max().item() for first, second in pairs if len(first)), default=0.0)
-    return CheckResult(
-        name=name,
-        status=status_of(failed=not largest <= bound, compared=compared),
-        summary=f"log-probabilities differ by {largest:.1e} nats at most, expected at most {bound:.1e}",
+    summary = f"log-probabilities differ by {largest:.1e} nats at most, expected at most {bound:.1e}"
+    return CheckResult.of(
+        name,
+        [] if largest <= bound else [summary],
+        summary,
         value=largest,
         bound=bound,
         unit=Unit.MAX_DIFF,
         compared=compared,
-        side=None if largest <= bound else Side.MODEL,
+        side=Side.MODEL,
         advice="Positions or masks of a padded or packed batch differ from those of a sequence alone.",
     )
 
@@ -248,26 +234,17 @@ def sharding(subject: CheckpointUnderTest) -> Iterator[CheckResult]:
             allowed.append(dimension)
     summary = f"two ranks of {', '.join(allowed) or 'no dimension'}"
     summary += f"; not supported: {'; '.join(refused)}" if refused else ""
-    yield CheckResult(
-        name="sharding",
-        status=status_of(failed=bool(refused) and not allowed, compared=len(MESHES)),
-        summary=summary,
-        compared=len(MESHES),
-        side=Side.MODEL if refused and not allowed else None,
-    )
+    problems = [summary] if refused and not allowed else []
+    yield CheckResult.of("sharding", problems, summary, compared=len(MESHES), side=Side.MODEL)
 
 
 def embeddings(subject: CheckpointUnderTest) -> Iterator[CheckResult]:
     """Find embedding rows that were never trained. They are listed, and do not fail the check."""
     found = diagnose_embeddings(subject.folder, tokenizer=load_tokenizer(subject.folder))
     rows = sum(summary["shape"][0] for summary in found.measured["embeddings"])
-    yield CheckResult(
-        name="embeddings",
-        status=status_of(failed=False, compared=rows),
-        summary="no untrained rows" if found.passed else "some rows look untrained: keep their tokens out of prompts",
-        compared=rows,
-        advice="" if found.passed else "`nrl-models diagnose embeddings` lists them.",
-    )
+    summary = "no untrained rows" if found.passed else "some rows look untrained: keep their tokens out of prompts"
+    advice = "" if found.passed else "`nrl-models diagnose embeddings` lists them."
+    yield CheckResult("embeddings", status_of(failed=False, compared=rows), summary, compared=rows, advice=advice)
 
 
 def tokenizer(subject: CheckpointUnderTest) -> Iterator[CheckResult]:
@@ -279,10 +256,10 @@ def tokenizer(subject: CheckpointUnderTest) -> Iterator[CheckResult]:
     try:
         loaded = load_tokenizer(subject.folder)
     except ConsistencyError as error:
-        yield CheckResult(name=name, status=Status.FAILED, summary=str(error), compared=0, side=Side.TOKENIZER)
+        yield CheckResult(name, Status.FAILED, str(error), compared=0, side=Side.TOKENIZER)
         return
     if loaded is None:
-        yield CheckResult(name=name, status=Status.NOT_APPLICABLE, summary="the checkpoint has no tokenizer")
+        yield CheckResult(name, Status.NOT_APPLICABLE, "the checkpoint has no tokenizer")
         return
     rows, vocabulary = subject.embedding_rows, loaded.get_vocab()
     media = {getattr(loaded, f"{kind}_token_id", None) for kind in MEDIA}  # text models never use these
@@ -314,19 +291,14 @@ def tokenizer(subject: CheckpointUnderTest) -> Iterator[CheckResult]:
         of_config += ends.wrong
         advice = "Set the same eos_token_id in config.json, generation_config.json and the tokenizer."
         if ends.doubtful:
-            yield CheckResult(
-                name=name,
-                status=Status.NOT_DECIDED,
-                summary="; ".join(ends.doubtful),
-                compared=len(vocabulary),
-                advice=f"Completions may end at other tokens than intended. {advice}",
-            )
+            summary, advice = "; ".join(ends.doubtful), f"Completions may end at other tokens than intended. {advice}"
+            yield CheckResult(name, Status.NOT_DECIDED, summary, compared=len(vocabulary), advice=advice)
             return
-    yield CheckResult(
-        name=name,
-        status=status_of(failed=bool(wrong or of_config), compared=len(vocabulary)),
-        summary="; ".join([*wrong, *of_config]) or f"{len(vocabulary)} tokens, {rows} embedding rows",
+    yield CheckResult.of(
+        name,
+        [*wrong, *of_config],
+        f"{len(vocabulary)} tokens, {rows} embedding rows",
         compared=len(vocabulary),
-        side=Side.TOKENIZER if wrong else Side.CONFIG if of_config else None,
-        advice=advice if wrong or of_config else "",
+        side=Side.TOKENIZER if wrong else Side.CONFIG,
+        advice=advice,
     )

@@ -190,13 +190,18 @@ def test_server_checks_run_again(checkpoint: Path, tmp_path: Path) -> None:
     assert by_name(first)["log-probabilities"].summary != by_name(second)["log-probabilities"].summary
 
 
+def expired(subject: CheckpointUnderTest) -> CheckpointUnderTest:
+    subject.deadline = 0.0
+    return subject
+
+
 def test_cells_beyond_budget_are_listed_and_resumed(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options: dict[str, Any] = {"engine": "hf-generate", "dtype": torch.float32, "out": tmp_path / "out"}
     options["only"] = ("files", *MATRIX)
     (check,) = (check for check in all_checks.CHECKS if "log-probabilities" in check.names)
-    expired_check = replace(check, run=lambda subject, deadline: check.run(subject, 0.0))
+    expired_check = replace(check, run=lambda subject: check.run(expired(subject)))
     others = tuple(other for other in all_checks.CHECKS if other is not check)
     monkeypatch.setattr(all_checks, "CHECKS", (*others, expired_check))
     certificate = certify(checkpoint, **options)
@@ -224,23 +229,25 @@ def test_cell_exceeding_budget_does_not_start(
 
     monkeypatch.setattr(Meter, "measure", slow)
     monkeypatch.setattr(with_engine, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    subject = CheckpointUnderTest(checkpoint, Options("hf-generate", dtype=torch.float32), tmp_path)
-    *_, other = with_engine.log_probabilities(subject, 70.0)
+    options = Options("hf-generate", dtype=torch.float32)
+    subject = CheckpointUnderTest(checkpoint, options, tmp_path, deadline=70.0)
+    *_, other = with_engine.log_probabilities(subject)
     assert other.name == with_engine.OTHER_CELLS
     assert other.summary.startswith("2 of 4 cells: ")
     assert now[0] == 60.0
 
 
 def test_budget_interrupts_running_check(checkpoint: Path, tmp_path: Path) -> None:
-    def slow(subject: CheckpointUnderTest, deadline: float | None) -> Iterator[CheckResult]:
-        yield CheckResult(name="a", status=Status.PASSED, summary="")
+    def slow(subject: CheckpointUnderTest) -> Iterator[CheckResult]:
+        yield CheckResult("a", Status.PASSED, "")
         time.sleep(60)
-        yield CheckResult(name="b", status=Status.PASSED, summary="")
+        yield CheckResult("b", Status.PASSED, "")
 
     check = all_checks.Check(("a", "b"), slow, 0)
     subject = CheckpointUnderTest(checkpoint, Options("hf-generate"), tmp_path)
     handler, started = signal.getsignal(signal.SIGALRM), time.monotonic()
-    results = all_checks._run(check, subject, started + 1.0)
+    subject.deadline = started + 1.0
+    results = all_checks._run(check, subject)
     assert time.monotonic() - started < 10
     assert [result.status for result in results] == [Status.PASSED, Status.LEFT_OUT]
     assert signal.getsignal(signal.SIGALRM) == handler
@@ -249,7 +256,7 @@ def test_budget_interrupts_running_check(checkpoint: Path, tmp_path: Path) -> No
 def test_refits_stop_at_budget(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (check,) = (check for check in all_checks.CHECKS if check.names == REFITS)
     subject = CheckpointUnderTest(checkpoint, Options("hf-generate", dtype=torch.float32), tmp_path)
-    results = all_checks._run(check, subject, 0.0)
+    results = all_checks._run(check, expired(subject))
     assert [(result.name, result.status) for result in results] == [(name, Status.LEFT_OUT) for name in REFITS]
     assert results[0].summary.startswith("no time left")
 

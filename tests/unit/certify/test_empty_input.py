@@ -124,7 +124,7 @@ def no_image_tokens(patch: pytest.MonkeyPatch, subject: CheckpointUnderTest) -> 
 
 def no_cells(patch: pytest.MonkeyPatch, subject: CheckpointUnderTest) -> None:
     report = SimpleNamespace(results=[], error="", settings=SimpleNamespace(cells=list))
-    patch.setattr(with_engine, "_matrix", lambda subject, deadline: report)
+    patch.setattr(with_engine, "_matrix", lambda subject: report)
 
 
 def no_refits(patch: pytest.MonkeyPatch, subject: CheckpointUnderTest) -> None:

@@ -242,7 +242,7 @@ def test_adapter_serving_in_external_environment_is_not_covered(
 def test_engine_without_refit_support_is_not_covered(dense: CheckpointUnderTest, started: list[ExternalEngine]) -> None:
     (check,) = (check for check in all_checks.CHECKS if check.names == with_engine.REFITS)
     assert only(lora.merged(dense)).status is Status.NOT_COVERED
-    results = all_checks._run(check, dense, None)
+    results = all_checks._run(check, dense)
     assert [result.status for result in results] == [Status.LEFT_OUT] * 2
     assert "does not support new weights here" in results[0].summary
     assert started[-1].closed
@@ -297,7 +297,7 @@ def test_refit_summary_without_digests(
 ) -> None:
     refit = HFEngine._refit
     monkeypatch.setattr(HFEngine, "_refit", lambda self, sent, digests: refit(self, sent, digests) | {"digests": {}})
-    results = list(with_engine.refits(dense, None))
+    results = list(with_engine.refits(dense))
     assert [result.status for result in results] == [Status.PASSED, Status.PASSED]
     for result in results:
         assert result.summary.endswith("the engine reports no digests of received weights")
