@@ -193,7 +193,7 @@ def test_empty_input_does_not_pass(name: str, tiny: Path, tmp_path: Path, monkey
     subject = CheckpointUnderTest(tiny, options, tmp_path)
     EMPTY[name](monkeypatch, subject)
     (check,) = (check for check in all_checks.CHECKS if name in check.names)
-    results = {result.name: result for result in all_checks._run(check, subject, None)}
+    results = {result.name: result for result in all_checks._run(check, subject)}
     result: CheckResult = results[name]
     assert result.status in (Status.NOT_DECIDED, Status.NOT_COVERED), result
     assert not result.compared
