@@ -32,6 +32,7 @@ class BaichuanConfig(PreTrainedConfig):
     keys_to_ignore_at_inference = ["cache", "past_key_values"]
     base_model_tp_plan = LlamaConfig.base_model_tp_plan
     base_model_pp_plan = LlamaConfig.base_model_pp_plan
+    attention_bias = False
 
     vocab_size: int = BAICHUAN2_VOCAB_SIZE
     hidden_size: int = 4096
@@ -85,3 +86,8 @@ class BaichuanConfig(PreTrainedConfig):
     def head_dim(self) -> int:
         """Width of a head."""
         return self.hidden_size // self.num_attention_heads
+
+    @property
+    def num_key_value_heads(self) -> int:
+        """Number of heads of keys and values."""
+        return self.num_attention_heads

@@ -14,11 +14,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from einops import rearrange
 from torch import nn
 from torch.nn import functional as F
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedModel
-from transformers.cache_utils import Cache, DynamicCache
+from transformers.cache_utils import Cache
 from transformers.generation import GenerationMixin
 from transformers.masking_utils import create_causal_mask
 from transformers.modeling_layers import (
@@ -27,11 +26,8 @@ from transformers.modeling_layers import (
     GradientCheckpointingLayer,
 )
 from transformers.modeling_outputs import BaseModelOutputWithPast
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama import modeling_llama as llama
 from transformers.models.mistral.modeling_mistral import MistralMLP
-from transformers.utils.generic import merge_with_config_defaults
-from transformers.utils.output_capturing import capture_outputs
 
 from nrl_models.common.upstream import cache_name, with_additive_masks
 from nrl_models.common.upstream_conversions import Chunk, WeightConverter, register_checkpoint_conversion_mapping
@@ -48,59 +44,21 @@ def alibi_slopes(heads: int) -> list[float]:
     return slopes if power == heads else slopes + alibi_slopes(2 * power)[::2][: heads - power]
 
 
-# Names of the cache in upstream's functions, read once.
-_LAYER_CACHE = cache_name(llama.LlamaDecoderLayer.forward)
-_MASK_CACHE = cache_name(create_causal_mask)
-_OUTPUT_CACHE = cache_name(BaseModelOutputWithPast)
+_CACHE = cache_name(create_causal_mask)
+"""Name of the cache in upstream's functions."""
 
 
-class BaichuanAttention(nn.Module):
-    """Multi-head attention. ALiBi biases are part of the mask. Rotary positions are passed as tables."""
+class BaichuanAttention(llama.LlamaAttention):
+    """Multi-head attention. ALiBi biases are part of the mask."""
 
-    def __init__(self, config: BaichuanConfig, layer_idx: int) -> None:
-        super().__init__()
-        self.config = config
-        self.layer_idx = layer_idx
-        self.head_dim = config.head_dim
-        self.num_key_value_groups = 1
-        self.scaling = self.head_dim**-0.5
-        self.attention_dropout = config.attention_dropout
-        self.is_causal = True
-        self.q_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
-        self.k_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
-        self.v_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
-        self.o_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
 
-    def forward(
-        self,
-        hidden_states: torch.Tensor,
-        position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
-        attention_mask: torch.Tensor | None = None,
-        cache: Cache | None = None,
-        past_key_values: Cache | None = None,
-        **kwargs: Any,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the output `(B, Q, hidden_size)` and, for eager attention, the weights `(B, H, Q, K)`.
+class BaichuanNoRotation(nn.Module):
+    """Replaces rotary positions in models with ALiBi: tables of a rotation by zero."""
 
-        transformers before 5.24 passes the cache as `past_key_values`.
-        """
-        cache = past_key_values if cache is None else cache
-        query, key, value = (
-            rearrange(projection(hidden_states), "b t (heads d) -> b heads t d", d=self.head_dim)
-            for projection in (self.q_proj, self.k_proj, self.v_proj)
-        )
-        if position_embeddings is not None:
-            query, key = llama.apply_rotary_pos_emb(query, key, *position_embeddings)
-        if cache is not None:
-            key, value = cache.update(key, value, self.layer_idx)
-        attend: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS.get_interface(
-            self.config._attn_implementation, llama.eager_attention_forward
-        )
-        dropout = self.attention_dropout if self.training else 0.0
-        output, weights = attend(
-            self, query, key, value, attention_mask, dropout=dropout, scaling=self.scaling, **kwargs
-        )
-        return self.o_proj(output.flatten(-2).contiguous()), weights
+    def forward(self, hidden_states: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return cosines and sines, `(B, Q, 1)` each."""
+        cosines = hidden_states.new_ones(*position_ids.shape, 1)
+        return cosines, torch.zeros_like(cosines)
 
 
 class BaichuanDecoderLayer(GradientCheckpointingLayer):
@@ -150,12 +108,10 @@ class BaichuanModel(BaichuanPreTrainedModel):
         self.layers = nn.ModuleList(BaichuanDecoderLayer(config, index) for index in range(config.num_hidden_layers))
         self.norm = llama.LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         has_alibi = config.position_embedding_type == "alibi"
-        self.rotary_emb = None if has_alibi else llama.LlamaRotaryEmbedding(config=config)  # type: ignore[arg-type]
+        self.rotary_emb = BaichuanNoRotation() if has_alibi else llama.LlamaRotaryEmbedding(config)  # type: ignore[arg-type]
         self.gradient_checkpointing = False
         self.post_init()
 
-    @merge_with_config_defaults
-    @capture_outputs
     def forward(
         self,
         input_ids: torch.Tensor | None = None,
@@ -176,36 +132,15 @@ class BaichuanModel(BaichuanPreTrainedModel):
             raise ValueError("give either input_ids or inputs_embeds")
         if inputs_embeds is None:
             inputs_embeds = self.embed_tokens(input_ids)
-        if use_cache and cache is None:
-            cache = DynamicCache(config=self.config)
-        seen = cache.get_seq_length() if cache is not None else 0
-        if position_ids is None:
-            position_ids = torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device)[None] + seen
-        mask_inputs: dict[str, Any] = {
-            "inputs_embeds": inputs_embeds,
-            "attention_mask": attention_mask,
-            "position_ids": position_ids,
-            _MASK_CACHE: cache,
-        }
-        mask: Any
-        if self.rotary_emb is None:
-            mask, positions = self._alibi_mask(seen, mask_inputs), None
-        else:
-            mask = create_causal_mask(self.config, **mask_inputs)
-            positions = self.rotary_emb(inputs_embeds, position_ids=position_ids)
-        hidden_states = inputs_embeds
-        for layer in self.layers[: self.config.num_hidden_layers]:
-            hidden_states = layer(
-                hidden_states,
-                attention_mask=mask,
-                position_embeddings=positions,
-                position_ids=position_ids,
-                use_cache=use_cache,
-                **{_LAYER_CACHE: cache},
-                **kwargs,
-            )
-        output: Any = {"last_hidden_state": self.norm(hidden_states), _OUTPUT_CACHE: cache}
-        return BaseModelOutputWithPast(**output)
+        arguments: dict[str, Any] = {"inputs_embeds": inputs_embeds, "position_ids": position_ids, _CACHE: cache}
+        if self.config.position_embedding_type == "alibi":
+            seen = cache.get_seq_length() if cache is not None else 0
+            attention_mask = self._alibi_mask(seen, {"attention_mask": attention_mask, **arguments})
+        decode: Any = llama.LlamaModel.forward
+        output: BaseModelOutputWithPast = decode(
+            self, attention_mask=attention_mask, use_cache=use_cache, **arguments, **kwargs
+        )
+        return output
 
     def _alibi_mask(self, seen: int | torch.Tensor, mask_inputs: dict[str, Any]) -> torch.Tensor:
         """Return the causal mask plus each head's distance penalty, `(B, H, Q, K)`, to be added to the scores.

@@ -61,7 +61,8 @@ def test_alibi_attention_matches_formula(attn: str) -> None:
     mask_inputs = {"inputs_embeds": states, "attention_mask": None, "position_ids": None}
     mask = model.model._alibi_mask(0, mask_inputs | cache_input(create_causal_mask, None))
     with torch.no_grad():
-        actual, _ = layer(states, attention_mask=mask)
+        positions = model.model.rotary_emb(states, torch.arange(9)[None])
+        actual, _ = layer(states, attention_mask=mask, position_embeddings=positions)
         query, key, value = (
             F.linear(states, projection.weight).view(2, 9, 12, 20)
             for projection in (layer.q_proj, layer.k_proj, layer.v_proj)
@@ -117,7 +118,7 @@ def test_published_config_json_loads(tmp_path: Path) -> None:
         _from_model_config=True,
     )
     model = AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert model.model.rotary_emb is None
+    assert type(model.model.rotary_emb) is hf.BaichuanNoRotation
     assert type(model.lm_head) is torch.nn.Linear
 
 
