@@ -7,6 +7,8 @@ from typing import Any
 from huggingface_hub.dataclasses import strict
 from transformers import DeepseekV3Config, PreTrainedConfig
 
+from nrl_models.families.published import MOONLIGHT
+
 
 @strict
 class MoonViTConfig(PreTrainedConfig):
@@ -60,38 +62,8 @@ class KimiVLConfig(PreTrainedConfig):
 
     def __post_init__(self, **kwargs: Any) -> None:
         """Convert dictionaries of the sub-configurations to configuration objects."""
-        for name, kind, default in (("vision_config", MoonViTConfig, {}), ("text_config", DeepseekV3Config, A3B)):
+        for name, kind, default in (("vision_config", MoonViTConfig, {}), ("text_config", DeepseekV3Config, MOONLIGHT)):
             given = getattr(self, name)
             if given is None or isinstance(given, dict):
                 setattr(self, name, kind(**(default if given is None else given)))
         super().__post_init__(**kwargs)
-
-
-A3B: dict[str, Any] = {
-    "vocab_size": 163840,
-    "hidden_size": 2048,
-    "intermediate_size": 11264,
-    "moe_intermediate_size": 1408,
-    "num_hidden_layers": 27,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 16,
-    "n_shared_experts": 2,
-    "n_routed_experts": 64,
-    "num_experts_per_tok": 6,
-    "routed_scaling_factor": 2.446,
-    "n_group": 1,
-    "topk_group": 1,
-    "first_k_dense_replace": 1,
-    "q_lora_rank": None,
-    "kv_lora_rank": 512,
-    "qk_nope_head_dim": 128,
-    "qk_rope_head_dim": 64,
-    "v_head_dim": 128,
-    "rope_theta": 800000.0,
-    "max_position_embeddings": 131072,
-    "rms_norm_eps": 1e-5,
-    "bos_token_id": 163584,
-    "eos_token_id": 163585,
-    "pad_token_id": 163839,
-}
-"""Kimi-VL-A3B's language model, Moonlight-16B-A3B."""

@@ -4,19 +4,15 @@ from transformers.models.deepseek_v3 import modeling_deepseek_v3 as deepseek_v3
 
 from nrl_models.common.projections import CombinedGateUp, combine
 from nrl_models.families.kimi_vl import modeling as hf
+from nrl_models.families.published import DEEPSEEK_ROUTING
 from nrl_models.family import FamilyModel
 
 
 class KimiVLFamily(FamilyModel):
     """Declarations shared by all Kimi-VL models."""
 
-    config_values = {
-        "scoring_func": ("sigmoid",),
-        "topk_method": ("noaux_tc",),
-        "moe_layer_freq": (1,),
-        # Without query compression, only one of the fused linears would have a bias.
-        "attention_bias": (False,),
-    }
+    # Without query compression, only one of the fused linears would have a bias.
+    config_values = DEEPSEEK_ROUTING | {"attention_bias": (False,)}
     rewrites = {
         # The published text model does not compress queries: `q_proj`, not `q_a_proj`.
         deepseek_v3.DeepseekV3Attention: combine(qkv_a_proj=("q_a_proj", "q_proj", "kv_a_proj_with_mqa")),

@@ -2,11 +2,8 @@
 
 from nrl_models.common.flags import MTPForm
 from nrl_models.families.limits import CACHED, CHOOSES_KEYS, LEFT, lacks
-from nrl_models.families.published import decoder_sizes
+from nrl_models.families.published import DEEPSEEK_ROUTING, decoder_sizes
 from nrl_models.families.table.row import GATE_UP, LATENTS, QKV, Row
-
-DEEPSEEK_ROUTING = {"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",), "moe_layer_freq": (1,)}
-"""Configuration values of published models for routing as in DeepSeek-V3, the only supported one."""
 
 ROWS: dict[str, Row] = {
     "afmoe": Row(

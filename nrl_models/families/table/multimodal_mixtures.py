@@ -2,7 +2,7 @@
 
 from nrl_models.common.flags import MTPForm
 from nrl_models.families.limits import CACHED, CHOOSES_KEYS, COUNTS_COLUMNS, LEFT, lacks
-from nrl_models.families.published import decoder_sizes
+from nrl_models.families.published import DEEPSEEK_ROUTING, decoder_sizes
 from nrl_models.families.table.row import DELTA_NET, GATE_UP, LATENTS, QKV, Row
 
 ROWS: dict[str, Row] = {
@@ -93,7 +93,7 @@ ROWS: dict[str, Row] = {
             "KimiK25ForConditionalGeneration": "Kimi_K25ForConditionalGeneration",
             "KimiK25VLForConditionalGeneration": "Kimi_K25ForConditionalGeneration",
         },
-        config_values={"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",), "moe_layer_freq": (1,)},
+        config_values=DEEPSEEK_ROUTING,
         published={
             "Kimi-K2.5 (1T)": {
                 "text_config": decoder_sizes(163840, 7168, 18432, 61, 64, 64, model_type="deepseek_v3")
