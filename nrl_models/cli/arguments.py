@@ -104,9 +104,9 @@ def dtype_argument(text: str, *, panel: str | None = None, parser: Callable[[str
     return typer.Option(parser=parser, autocompletion=complete_dtype, metavar=DTYPE, help=text, rich_help_panel=panel)
 
 
-def input_size(text: str, *, least: int = 1) -> Any:
-    """Return a typer option for a number of prompts or tokens, with this help text."""
-    return typer.Option(metavar=INT, help=text, min=least, rich_help_panel=INPUT)
+def integer(text: str, *, panel: str | None = None, least: int | None = None, most: int | None = None) -> Any:
+    """Return a typer option for a whole number, with this help text; see `number`."""
+    return typer.Option(metavar=INT, help=text, rich_help_panel=panel, min=least, max=most)
 
 
 def number(text: str, *, panel: str | None = None, least: float | None = None, most: float | None = None) -> Any:

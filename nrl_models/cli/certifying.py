@@ -12,7 +12,6 @@ import typer
 
 from nrl_models.cli.arguments import (
     ENGINE,
-    INT,
     OUTPUT,
     CheckpointPath,
     Device,
@@ -23,6 +22,7 @@ from nrl_models.cli.arguments import (
     check_device,
     dtype_argument,
     input_file,
+    integer,
     mesh_sizes,
     output_file,
     output_folder,
@@ -114,7 +114,7 @@ def certify(
             help="Skip this check, and others that are computed with it. Repeatable. For the names, see --only.",
         ),
     ] = None,
-    seed: Annotated[int, typer.Option(metavar=INT, help="Random seed for inputs.")] = 0,
+    seed: Annotated[int, integer("Random seed for inputs.")] = 0,
     verify: Annotated[
         Path | None,
         input_file(
@@ -126,11 +126,10 @@ def certify(
     ] = None,
     length: Annotated[
         int,
-        typer.Option(
-            metavar=INT,
-            min=0,
-            help="With --verify: require that the longest sequence on which trainer and engine agree has at least INT "
+        integer(
+            "With --verify: require that the longest sequence on which trainer and engine agree has at least INT "
             "tokens.",
+            least=0,
         ),
     ] = 0,
     sign: Annotated[
@@ -149,11 +148,10 @@ def certify(
     ] = None,
     layers: Annotated[
         int | None,
-        typer.Option(
-            metavar=INT,
-            min=1,
-            help="Check only the first INT layers, for models that do not fit in memory. The certificate records INT. "
+        integer(
+            "Check only the first INT layers, for models that do not fit in memory. The certificate records INT. "
             "\\[default: all]",
+            least=1,
         ),
     ] = None,
     ignore_config_key: IgnoredConfigKeys = None,

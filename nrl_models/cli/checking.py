@@ -11,7 +11,7 @@ from nrl_models.cli.arguments import (
     BOUNDS,
     DEVICE,
     ENGINE,
-    INT,
+    INPUT,
     CheckpointPath,
     Device,
     Dtype,
@@ -22,7 +22,7 @@ from nrl_models.cli.arguments import (
     TrainerDtype,
     Verbose,
     check_device,
-    input_size,
+    integer,
     number,
     torch_dtype,
 )
@@ -47,9 +47,9 @@ def parity(
         ),
     ] = None,
     device: Annotated[str, typer.Option(metavar=DEVICE, help="Device to run on.")] = "cpu",
-    length: Annotated[int, typer.Option(metavar=INT, help="Sequence length in tokens.", min=8)] = 64,
-    batch: Annotated[int, typer.Option(metavar=INT, help="Batch size.", min=2)] = 2,
-    seed: Annotated[int, typer.Option(metavar=INT, help="Random seed for the inputs.")] = 42,
+    length: Annotated[int, integer("Sequence length in tokens.", least=8)] = 64,
+    batch: Annotated[int, integer("Batch size.", least=2)] = 2,
+    seed: Annotated[int, integer("Random seed for the inputs.")] = 42,
     second_trainer: Annotated[
         Literal["megatron"] | None,
         typer.Option(
@@ -92,9 +92,9 @@ def refit_check(
     device: Device = "cpu",
     length: Annotated[
         int | None,
-        input_size("Length of the compared sequences. \\[default: 100, or the model's limit]", least=8),
+        integer("Length of the compared sequences. \\[default: 100, or the model's limit]", panel=INPUT, least=8),
     ] = None,
-    batch: Annotated[int, input_size("Number of compared sequences.")] = 4,
+    batch: Annotated[int, integer("Number of compared sequences.", panel=INPUT, least=1)] = 4,
     threshold: Annotated[
         float,
         number(

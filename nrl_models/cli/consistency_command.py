@@ -15,7 +15,6 @@ from nrl_models.cli.arguments import (
     BOUNDS,
     ENGINE,
     INPUT,
-    INT,
     MATRIX,
     OUTPUT,
     SAMPLING,
@@ -33,6 +32,7 @@ from nrl_models.cli.arguments import (
     check_device,
     engine_argument,
     input_file,
+    integer,
     number,
     output_file,
     output_folder,
@@ -52,10 +52,7 @@ def consistency(
     path: CheckpointPath,
     engine: EngineName = "vllm",
     length: Annotated[
-        list[int] | None,
-        typer.Option(
-            metavar=INT, help="Sequence length in tokens. Repeatable. \\[default: 100 1000]", rich_help_panel=MATRIX
-        ),
+        list[int] | None, integer("Sequence length in tokens. Repeatable. \\[default: 100 1000]", panel=MATRIX)
     ] = None,
     data: Annotated[
         list[Data] | None,
@@ -71,10 +68,7 @@ def consistency(
             metavar="MODE", help="Decoding: greedy or sampling. Repeatable. \\[default: both]", rich_help_panel=MATRIX
         ),
     ] = None,
-    batch: Annotated[
-        list[int] | None,
-        typer.Option(metavar=INT, help="Batch size. Repeatable. \\[default: 8]", rich_help_panel=MATRIX),
-    ] = None,
+    batch: Annotated[list[int] | None, integer("Batch size. Repeatable. \\[default: 8]", panel=MATRIX)] = None,
     full: Annotated[
         bool,
         typer.Option(
@@ -84,22 +78,18 @@ def consistency(
             rich_help_panel=MATRIX,
         ),
     ] = False,
-    repeats: Annotated[
-        int,
-        typer.Option(metavar=INT, help="Measurements per cell, each with new prompts.", min=1, rich_help_panel=MATRIX),
-    ] = 1,
+    repeats: Annotated[int, integer("Measurements per cell, each with new prompts.", panel=MATRIX, least=1)] = 1,
     new_tokens: Annotated[
         int,
-        typer.Option(
-            metavar=INT,
-            help="Number of tokens to generate per sequence. --length includes them. If INT is more than half of "
+        integer(
+            "Number of tokens to generate per sequence. --length includes them. If INT is more than half of "
             "--length, half of --length is used.",
-            min=1,
-            rich_help_panel=SAMPLING,
+            panel=SAMPLING,
+            least=1,
         ),
     ] = 128,
     temperature: Annotated[float, number("Sampling temperature.", panel=SAMPLING)] = 0.8,
-    top_k: Annotated[int, typer.Option(metavar=INT, help="Top-k; 0 disables it.", rich_help_panel=SAMPLING)] = 0,
+    top_k: Annotated[int, integer("Top-k; 0 disables it.", panel=SAMPLING)] = 0,
     top_p: Annotated[float, number("Top-p; 1 disables it.", panel=SAMPLING)] = 0.95,
     strict: Annotated[
         bool,
@@ -109,9 +99,7 @@ def consistency(
             rich_help_panel=SAMPLING,
         ),
     ] = False,
-    seed: Annotated[
-        int, typer.Option(metavar=INT, help="Random seed for prompts and sampling.", rich_help_panel=SAMPLING)
-    ] = 0,
+    seed: Annotated[int, integer("Random seed for prompts and sampling.", panel=SAMPLING)] = 0,
     threshold: Threshold = 1.05,
     noise_factor: Annotated[
         float,
@@ -176,13 +164,7 @@ def consistency(
     ] = None,
     capsule_mb: Annotated[float, number("Maximum size of the capsule in MB.", panel=OUTPUT, least=0.1)] = 16.0,
     capsule_tokens: Annotated[
-        int,
-        typer.Option(
-            metavar=INT,
-            help="Leave out the activations of sequences longer than INT tokens.",
-            min=1,
-            rich_help_panel=OUTPUT,
-        ),
+        int, integer("Leave out the activations of sequences longer than INT tokens.", panel=OUTPUT, least=1)
     ] = 1024,
 ) -> None:
     """Compare the log-probabilities of trainer and inference engine, for several lengths, prompts and decoding modes.

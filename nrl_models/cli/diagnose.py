@@ -11,7 +11,6 @@ from nrl_models.cli.arguments import (
     BOUNDS,
     ENGINE,
     INPUT,
-    INT,
     OUTPUT,
     CheckpointPath,
     Dtype,
@@ -20,7 +19,7 @@ from nrl_models.cli.arguments import (
     EngineOptions,
     IgnoredConfigKeys,
     JsonFile,
-    input_size,
+    integer,
     number,
     output_folder,
     torch_dtype,
@@ -91,7 +90,9 @@ def _prompts(source: Prompts, length: int, count: int, seed: int = 0) -> list[li
 def max_model_len(
     path: CheckpointPath,
     engine: Annotated[str, vllm_argument("does not enforce a length limit", or_server=True)] = "vllm",
-    limit: Annotated[int, input_size("max_model_len to start the engine with. Not used for a server.", least=2)] = 20,
+    limit: Annotated[
+        int, integer("max_model_len to start the engine with. Not used for a server.", panel=INPUT, least=2)
+    ] = 20,
     dtype: Dtype = None,
     engine_option: EngineOptions = None,
     ignore_config_key: IgnoredConfigKeys = None,
@@ -112,14 +113,18 @@ def max_model_len(
 def decode_vs_prefill(
     path: CheckpointPath,
     engine: EngineName = "vllm",
-    prompts: Annotated[int, input_size("Number of prompts.")] = 8,
+    prompts: Annotated[int, integer("Number of prompts.", panel=INPUT, least=1)] = 8,
     length: Annotated[
         int | None,
-        input_size("Prompt length. \\[default: 64, or less if the model's maximum is shorter]"),
+        integer("Prompt length. \\[default: 64, or less if the model's maximum is shorter]", panel=INPUT, least=1),
     ] = None,
     new_tokens: Annotated[
         int | None,
-        input_size("Tokens to generate per prompt. \\[default: 512, or fewer if the model's maximum is shorter]"),
+        integer(
+            "Tokens to generate per prompt. \\[default: 512, or fewer if the model's maximum is shorter]",
+            panel=INPUT,
+            least=1,
+        ),
     ] = None,
     threshold: Annotated[
         float,
@@ -129,9 +134,7 @@ def decode_vs_prefill(
             panel=BOUNDS,
         ),
     ] = 1.05,
-    seed: Annotated[
-        int, typer.Option(metavar=INT, help="Random seed for prompts and sampling.", rich_help_panel=INPUT)
-    ] = 0,
+    seed: Annotated[int, integer("Random seed for prompts and sampling.", panel=INPUT)] = 0,
     dtype: Dtype = None,
     engine_option: EngineOptions = None,
     ignore_config_key: IgnoredConfigKeys = None,
@@ -176,10 +179,7 @@ def embeddings(
         bool,
         typer.Option("--overwrite", help="With --reinitialize: replace the checkpoint in DIR.", rich_help_panel=OUTPUT),
     ] = False,
-    seed: Annotated[
-        int,
-        typer.Option(metavar=INT, help="With --reinitialize: random seed for the new rows.", rich_help_panel=OUTPUT),
-    ] = 0,
+    seed: Annotated[int, integer("With --reinitialize: random seed for the new rows.", panel=OUTPUT)] = 0,
     ignore_config_key: IgnoredConfigKeys = None,
     json_file: JsonFile = None,
 ) -> None:
@@ -207,15 +207,17 @@ def embeddings(
 def precision(
     path: CheckpointPath,
     engine: Annotated[str, vllm_argument("has no compiled modes that can be selected")] = "vllm",
-    prompts: Annotated[int, input_size("Number of prompts.")] = 4,
+    prompts: Annotated[int, integer("Number of prompts.", panel=INPUT, least=1)] = 4,
     length: Annotated[
         int | None,
-        input_size("Prompt length. \\[default: 64, or less if the model's maximum is shorter]", least=2),
+        integer("Prompt length. \\[default: 64, or less if the model's maximum is shorter]", panel=INPUT, least=2),
     ] = None,
     new_tokens: Annotated[
         int | None,
-        input_size(
-            "Tokens that eager mode generates per prompt. \\[default: 64, or fewer if the model's maximum is shorter]"
+        integer(
+            "Tokens that eager mode generates per prompt. \\[default: 64, or fewer if the model's maximum is shorter]",
+            panel=INPUT,
+            least=1,
         ),
     ] = None,
     tolerance: Annotated[
@@ -263,12 +265,18 @@ def prefix_caching(
     ] = None,
     count: Annotated[
         int | None,
-        input_size("Prompt: the numbers from 1 to INT. \\[default: 3000, or fewer if the model's maximum is shorter]"),
+        integer(
+            "Prompt: the numbers from 1 to INT. \\[default: 3000, or fewer if the model's maximum is shorter]",
+            panel=INPUT,
+            least=1,
+        ),
     ] = None,
     new_tokens: Annotated[
         int | None,
-        input_size(
-            "Tokens to generate in each of two turns. \\[default: 2048, or fewer if the model's maximum is shorter]"
+        integer(
+            "Tokens to generate in each of two turns. \\[default: 2048, or fewer if the model's maximum is shorter]",
+            panel=INPUT,
+            least=1,
         ),
     ] = None,
     threshold: Annotated[

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from nrl_models.cli.arguments import (
-    INT,
     CheckpointPath,
     IgnoredConfigKeys,
     JsonFile,
     Verbose,
     dtype_argument,
     dtype_or_auto,
+    integer,
     mesh_sizes,
     number,
     output_folder,
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 def demo(
     out: Annotated[Path, output_folder("Directory for checkpoints.", callback=saved_to)] = Path("demo"),
-    steps: Annotated[int, typer.Option(metavar=INT, help="Training steps.", min=1)] = 100,
+    steps: Annotated[int, integer("Training steps.", least=1)] = 100,
     real: Annotated[
         bool,
         typer.Option(
@@ -152,15 +152,12 @@ def plan(
     ],
     seq_len: Annotated[
         int | None,
-        typer.Option(
-            metavar=INT,
-            help="Sequence length in tokens. \\[default: 4096, or the model's maximum if it is shorter]",
-            min=1,
-            max=2**26,
+        integer(
+            "Sequence length in tokens. \\[default: 4096, or the model's maximum if it is shorter]", least=1, most=2**26
         ),
     ] = None,
     micro_batch: Annotated[
-        int, typer.Option(metavar=INT, help="Number of sequences in each forward pass of a rank.", min=1, max=2**16)
+        int, integer("Number of sequences in each forward pass of a rank.", least=1, most=2**16)
     ] = 1,
     dtype: Annotated[
         str,
