@@ -11,7 +11,7 @@ from packaging.version import Version
 
 from nrl_models.common.switches import SWITCHES
 from nrl_models.quirks import Quirk
-from nrl_models.quirks.quirk import PLACES, ProbeKind
+from nrl_models.quirks.quirk import Place, ProbeKind, installed, is_met
 from tests.quirk_removals import REMOVE
 
 
@@ -35,12 +35,13 @@ def tripwire(quirk: Quirk, shows: bool | None, of: str = "upstream") -> None:
         QuirkExpiredError: The quirk is gone, so its handling should be deleted; or it is back.
     """
     asked, removed = quirk.asks or quirk.symptom, REMOVE.get(quirk.name, "its handling")
-    if quirk.is_fixed_in(lowest_version) and not quirk.kept_for:
+    if quirk.fixed and is_met(quirk.fixed, lowest_version) and not quirk.kept_for:
         raise QuirkExpiredError(
             f"{quirk.name}: every version this package takes satisfies {quirk.fixed}. Delete {removed}, and the "
             "entry; or say in the entry whom it is kept for."
         )
-    if shows is False and not quirk.fixed and quirk.is_introduced:
+    is_introduced = not quirk.since or is_met(quirk.since, installed)
+    if shows is False and not quirk.fixed and is_introduced:
         raise QuirkExpiredError(
             f"{quirk.name}: it is no longer so that {asked}; asked of {of}. "
             f"Upstream has fixed it. Delete {removed}; and the entry, if that was the last. Or give the "
@@ -95,8 +96,8 @@ def _problems_of(quirk: Quirk) -> Iterable[str]:
             Requirement(release or "transformers")
         except ValueError as error:
             yield f"is {what} in {release!r}, which is not a requirement: {error}"
-    if not quirk.where or set(quirk.where) - set(PLACES):
-        yield f"acts at {', '.join(quirk.where) or 'no place'}: expected some of {', '.join(PLACES)}"
+    if not quirk.where or set(quirk.where) - {*get_args(Place)}:
+        yield f"acts at {', '.join(quirk.where) or 'no place'}: expected some of {', '.join(get_args(Place))}"
     for field in ("symptom", "handling", "switch"):
         if not getattr(quirk, field):
             yield f"has no {field}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
-from typing import Literal, get_args
+from typing import Literal
 
 from packaging.requirements import Requirement
 
@@ -14,7 +14,6 @@ from nrl_models.quirks.evidence import Evidence
 from nrl_models.quirks.subject import Subject
 
 Place = Literal["load", "forward", "export", "engine", "trainer"]
-PLACES: tuple[Place, ...] = get_args(Place)
 """Parts of the system that a quirk may affect."""
 
 ProbeKind = Literal["", "behavioral", "differential", "data", "symbol", "source"]
@@ -75,19 +74,11 @@ class Quirk:
     @property
     def is_fixed(self) -> bool:
         """Whether the installed version satisfies `fixed`; False if the package is not installed."""
-        return self.is_fixed_in(installed)
-
-    def is_fixed_in(self, version_of: Callable[[str], str | None]) -> bool:
-        """Return True if a package's version, as returned by `version_of`, satisfies `fixed`."""
-        return bool(self.fixed) and _is_met(self.fixed, version_of)
-
-    @property
-    def is_introduced(self) -> bool:
-        """Whether the installed version satisfies `since`. True without `since`."""
-        return not self.since or _is_met(self.since, installed)
+        return bool(self.fixed) and is_met(self.fixed, installed)
 
 
-def _is_met(text: str, version_of: Callable[[str], str | None]) -> bool:
+def is_met(text: str, version_of: Callable[[str], str | None]) -> bool:
+    """Return True if a package's version, as returned by `version_of`, satisfies a requirement."""
     requirement = Requirement(text)
     found = version_of(requirement.name)
     return found is not None and requirement.specifier.contains(found, prereleases=True)
