@@ -11,23 +11,13 @@ from nrl_models.cli.arguments import JsonFile, output_folder, saved_to
 from nrl_models.cli.console import show, show_report, status
 
 
-def override(text: str) -> str:
-    """Check that an override is `KEY=VALUE`, and return it unchanged."""
-    key, equals, _ = text.partition("=")
-    if not (key.strip() and equals):
-        raise typer.BadParameter(f"{text!r}: expected KEY=VALUE, e.g. training.steps=10")
-    return text
-
-
 def train(
     recipe: Annotated[
         str | None, typer.Argument(metavar="RECIPE", help="YAML file, or the name of a bundled recipe (see --list).")
     ] = None,
     overrides: Annotated[
         list[str] | None,
-        typer.Argument(
-            parser=override, metavar="KEY=VALUE", help="Overrides of recipe values, e.g. training.steps=10."
-        ),
+        typer.Argument(metavar="KEY=VALUE", help="Overrides of recipe values, e.g. training.steps=10."),
     ] = None,
     listed: Annotated[bool, typer.Option("--list", help="List the bundled recipes and exit.")] = False,
     out: Annotated[

@@ -8,7 +8,7 @@ from typing import Any
 from nrl_models.common.checkpoint.generations import require_links_inside
 from nrl_models.common.checkpoint.json_reading import POINTER, POINTER_ADVICE, pointers_in
 from nrl_models.common.trust.other_models import refuse_audio_tokenizer
-from nrl_models.errors import CheckpointError, Problem, ProblemKind
+from nrl_models.errors import CheckpointError, ConsistencyError, Problem, ProblemKind, one_line
 
 
 def load_processor(folder: Path) -> Any:
@@ -17,7 +17,7 @@ def load_processor(folder: Path) -> Any:
     Raises:
         CheckpointError: If a file is a link to a file outside of the directory or a Git LFS pointer, or the processor
             would load another model.
-        OSError, ValueError, ...: See `transformers.AutoProcessor`.
+        ConsistencyError: If the processor does not load.
     """
     from transformers import AutoProcessor
 
@@ -29,4 +29,4 @@ def load_processor(folder: Path) -> Any:
         if pointers := pointers_in(folder):
             problems = [Problem(ProblemKind.FILE, name, POINTER, advice=POINTER_ADVICE) for name in pointers]
             raise CheckpointError(f"cannot load the processor in {folder}", problems) from error
-        raise
+        raise ConsistencyError(f"the processor in {folder} does not load: {one_line(error)}") from error

@@ -7,13 +7,11 @@ Geometry3K. They are matched with the row's images in order.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, cast
 
 import torch
 
-from nrl_models.errors import CheckpointError, Problem, ProblemKind, RecipeError, one_line
-from nrl_models.inputs import processors
+from nrl_models.errors import Problem, ProblemKind, RecipeError
 from nrl_models.recipes.rows import appended_ids, with_template
 
 MARK = "<image>"
@@ -22,26 +20,11 @@ MARK = "<image>"
 _READ_ELSEWHERE = ("input_ids", "attention_mask")
 
 
-def load_processor(folder: Path) -> Any:
-    """Load the processor of a checkpoint directory.
-
-    Raises:
-        RecipeError: If the processor does not load.
-        CheckpointError: See `inputs.processors.load_processor`.
-    """
-    try:
-        return processors.load_processor(folder)
-    except CheckpointError:
-        raise
-    except Exception as error:  # any error of the processor's code
-        raise _refused("processor", f"in {folder} does not load: {one_line(error)}") from error
-
-
 def image_prompt(processor: Any, prompt: Any, images: Sequence[Any]) -> tuple[list[int], dict[str, torch.Tensor]]:
     """Return token ids of a prompt up to the start of the completion, and further inputs of the model's forward.
 
     Args:
-        processor: The checkpoint's processor, see `load_processor`.
+        processor: The checkpoint's processor, see `nrl_models.inputs.processors`.
         prompt: Messages.
         images: PIL images, one per image in the messages.
 

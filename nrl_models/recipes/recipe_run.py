@@ -20,12 +20,13 @@ from nrl_models.common.model_components.freezing import freeze, trainable_parame
 from nrl_models.common.upstream import ENABLE_CHECKPOINTING
 from nrl_models.engines import start_engine
 from nrl_models.errors import Problem, ProblemKind, RecipeError
+from nrl_models.inputs.processors import load_processor
 from nrl_models.inputs.tokenizers import load_tokenizer
 from nrl_models.losses.named import PolicyLoss, PreferenceLoss, RankingLoss
 from nrl_models.parity.parity_report import Outcome, passed_line
 from nrl_models.recipes.data_sets.sources import refused
 from nrl_models.recipes.gates import GateResult
-from nrl_models.recipes.image_prompts import image_prompt, load_processor
+from nrl_models.recipes.image_prompts import image_prompt
 from nrl_models.recipes.policy_batch import Question
 from nrl_models.recipes.recipe import LearningRateSchedule, PolicyRecipe, Recipe, SupervisedRecipe, Training
 from nrl_models.recipes.rollouts import PolicyLoop

@@ -251,8 +251,8 @@ def check_images(
 
     Raises:
         EngineError: If vLLM does not start, fails, or does not support images.
-        ConsistencyError: If nothing can be compared.
-        OSError, CheckpointError, ...: See `load_processor`, `from_pretrained` and `start_engine`.
+        ConsistencyError: If the processor does not load, or nothing can be compared.
+        CheckpointError, ...: See `load_processor`, `from_pretrained` and `start_engine`.
     """
     folder = resolve_folder(path)
     require_standard_names(folder, "vLLM")

@@ -13,9 +13,9 @@ from transformers import PreTrainedModel
 from typer.testing import CliRunner
 
 from nrl_models.cli import app
-from nrl_models.errors import NRLModelsError, RecipeError
+from nrl_models.errors import ConsistencyError, NRLModelsError
+from nrl_models.inputs.processors import load_processor
 from nrl_models.recipes import read_recipe, recipes, train
-from nrl_models.recipes.image_prompts import load_processor
 
 runner = CliRunner()
 
@@ -182,7 +182,7 @@ def test_tokenizer_of_a_subfolder_is_used(small: list[str], tmp_path: Path) -> N
 
 
 def test_processor_that_does_not_load_is_a_typed_error(tmp_path: Path) -> None:
-    with pytest.raises(RecipeError, match=r"processor: in .* does not load"):
+    with pytest.raises(ConsistencyError, match=r"the processor in .* does not load"):
         load_processor(tmp_path)
 
 
