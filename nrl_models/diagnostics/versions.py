@@ -16,40 +16,19 @@ from nrl_models.parity.result_table import ResultTable
 
 
 @dataclass(frozen=True, slots=True)
-class Version:
-    """Result in one environment.
+class Versions:
+    """Results in all environments, in the order of the arguments.
 
     Args:
-        environment: Interpreter or directory of the environment.
-        diagnosis: The result; None if the engine failed.
-        error: Error of the engine.
+        found: Interpreter or directory of each environment, and the diagnosis: `INCOMPLETE` if the engine failed.
     """
 
-    environment: Path
-    diagnosis: Diagnosis | None = None
-    error: str = ""
-
-    @property
-    def outcome(self) -> Outcome:
-        """Outcome of the diagnosis. `INCOMPLETE` if the engine failed."""
-        return Outcome.INCOMPLETE if self.diagnosis is None else self.diagnosis.outcome
-
-    @property
-    def engine(self) -> str:
-        """Version of the engine; empty if unknown."""
-        return "" if self.diagnosis is None else str(self.diagnosis.measured.get("engine", ""))
-
-
-@dataclass(frozen=True, slots=True)
-class Versions:
-    """Results in all environments, in the order of the arguments."""
-
-    found: tuple[Version, ...]
+    found: tuple[tuple[Path, Diagnosis], ...]
 
     @property
     def verdict(self) -> Outcome:
         """`FAIL` if a diagnosis failed, `INCOMPLETE` if an engine failed."""
-        outcomes = {version.outcome for version in self.found}
+        outcomes = {diagnosis.outcome for _, diagnosis in self.found}
         return next(outcome for outcome in (Outcome.FAIL, Outcome.INCOMPLETE, Outcome.PASS) if outcome in outcomes)
 
     @property
@@ -60,17 +39,16 @@ class Versions:
     @property
     def summary(self) -> str:
         """The result in one line: the number of environments that passed."""
-        passed = sum(version.outcome is Outcome.PASS for version in self.found)
+        passed = sum(diagnosis.passed for _, diagnosis in self.found)
         return f"{self.verdict.upper()}: {passed} of {len(self.found)} environments passed"
 
     def table(self) -> ResultTable:
         """Return a table with a row for each environment."""
         table = ResultTable("environment", "engine", "verdict", "result")
-        for version in self.found:
-            last = version.error.splitlines()[0] if version.diagnosis is None else version.diagnosis.lines[-1]
-            table.add_row(
-                escape(str(version.environment)), escape(version.engine) or "-", version.outcome.markup, escape(last)
-            )
+        for environment, diagnosis in self.found:
+            engine = escape(str(diagnosis.measured.get("engine", ""))) or "-"
+            line = diagnosis.lines[0 if diagnosis.outcome is Outcome.INCOMPLETE else -1]
+            table.add_row(escape(str(environment)), engine, diagnosis.outcome.markup, escape(line))
         return table
 
     def to_json(self) -> dict[str, Any]:
@@ -78,9 +56,13 @@ class Versions:
         return {
             "verdict": self.verdict,
             "environments": [
-                {"environment": str(version.environment), "verdict": version.outcome, "error": version.error or None}
-                | ({} if version.diagnosis is None else version.diagnosis.to_json())
-                for version in self.found
+                {"environment": str(environment), "verdict": diagnosis.outcome}
+                | (
+                    {"error": "\n".join(diagnosis.lines)}
+                    if diagnosis.outcome is Outcome.INCOMPLETE
+                    else {"error": None, **diagnosis.to_json()}
+                )
+                for environment, diagnosis in self.found
             ],
         }
 
@@ -99,10 +81,10 @@ def diagnose_versions(
     for environment in environments:
         show(f"== {environment}")
         try:
-            version = Version(environment, diagnose(environment))
+            diagnosis = diagnose(environment)
         except EngineError as error:
-            version = Version(environment, error=str(error))
-        for line in [version.error] if version.diagnosis is None else version.diagnosis.lines:
+            diagnosis = Diagnosis("", "", Outcome.INCOMPLETE, str(error).splitlines())
+        for line in diagnosis.lines:
             show(line)
-        found.append(version)
+        found.append((environment, diagnosis))
     return Versions(tuple(found))
