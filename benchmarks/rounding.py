@@ -16,7 +16,7 @@ LEARNING_RATE = 1e-6
 
 def main() -> None:
     """Print the share of changed weights for each dtype."""
-    path = real_weights.checkpoint(real_weights.SMOLLM2)
+    path = real_weights.smollm2()
     for dtype in (torch.bfloat16, torch.float32):
         print(f"{dtype}: {100 * changed_share(str(path), dtype):.2f} %")
 

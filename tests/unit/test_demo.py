@@ -131,7 +131,7 @@ def test_demo_with_pretrained_model(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     config = tiny_config(transformers.LlamaConfig, {"vocab_size": 320, "max_position_embeddings": 512})
     file = write_gguf(tmp_path / "random.gguf", new_model(config), "llama")
     convert(file, tmp_path / "random", dtype="bfloat16")
-    monkeypatch.setattr(real_weights, "checkpoint", lambda weights: tmp_path / "random")
+    monkeypatch.setattr(real_weights, "smollm2", lambda: tmp_path / "random")
     folder, report = tmp_path / "demo", tmp_path / "out.json"
     result = CliRunner().invoke(app, ["demo", "--real", "--out", str(folder), "--json", str(report)])
     assert result.exit_code == 0, result.output

