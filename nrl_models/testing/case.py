@@ -112,16 +112,6 @@ class FamilyCase:
             self._models[dtype] = model.eval()
         return self._models[dtype]
 
-    def built_models(self) -> list[FamilyModel]:
-        """Return the models under test that have been built."""
-        return list(self._models.values())
-
-    def with_new_models(self) -> FamilyCase:
-        """Return a copy of this case that shares its references, but builds the models under test again."""
-        case = copy.copy(self)
-        case._models = {}
-        return case
-
     def of_reference(self) -> FamilyCase:
         """Return the same case with the reference as the model under test, to run a test on transformers' class."""
         case = copy.copy(self)

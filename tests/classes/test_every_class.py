@@ -12,9 +12,9 @@ from packaging.version import Version
 from versions import tested_version
 
 from nrl_models import registry
-from nrl_models.testing.variants import split_variant, with_variants
 from tools.release_check.sweep.class_checks import run_checks
 from tools.release_check.sweep.outcomes import PASSED, REFERENCES_OWN, Check, Outcome, SweepOutcome
+from tools.variants import split_variant, with_variants
 
 FEATURES = {
     Check.CACHED_STEPS: ("cached decoding",),

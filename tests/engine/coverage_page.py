@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from nrl_models.consistency.cells import THRESHOLD
-from nrl_models.testing.variants import SEPARATOR
 from tests.engine.facts import Facts
 from tests.engine.obstacles import Stage, obstacle
 from tests.engine.published import BOUND
 from tools.coverage_pages.overview import table
 from tools.coverage_pages.results import Record
+from tools.variants import SEPARATOR
 
 PAGE = Path(__file__).parents[2] / "docs" / "engine-coverage.md"
 """The summary. The pages of the engines are in a folder of the same name."""

@@ -31,12 +31,12 @@ from nrl_models.logprobs import Sampling, token_logprobs
 from nrl_models.testing.case import randomize
 from nrl_models.testing.sizes import FIRST_SPECIAL
 from nrl_models.testing.tiny import tiny_config
-from nrl_models.testing.variants import split_variant, with_variants
 from tests.engine.coverage_page import ORDER
 from tests.engine.facts import Facts
 from tests.engine.image_processors import save_processor
 from tests.engine.obstacles import Stage
 from tests.engine.published import BF16, BOUND, LATENT, OPTIONS, OVERRIDES, PROCESSORS
+from tools.variants import split_variant, with_variants
 
 Start = Callable[..., Engine]
 

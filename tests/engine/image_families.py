@@ -15,12 +15,12 @@ from nrl_models.consistency.vision.image_check import ImageComparison, compare_i
 from nrl_models.engines.hf import HFEngine
 from nrl_models.errors import UnmetRequirementError, one_line
 from nrl_models.logprobs import Sampling
-from nrl_models.testing.variants import split_variant
 from tests.engine.families import AGREES, DISAGREES, NOT_RUN, Start, decided, spreading_temperature, tiny_model
 from tests.engine.image_processors import save_processor
 from tests.engine.image_tokens import image_prompts
 from tests.engine.obstacles import Stage
 from tests.engine.published import BF16, BOUND, OPTIONS, OVERRIDES
+from tools.variants import split_variant
 
 INTERLEAVED = {
     "rope_parameters": {

@@ -59,8 +59,8 @@ def image_architectures() -> list[str]:
     from nrl_models import registry
     from nrl_models.errors import NRLModelsError
     from nrl_models.inputs.images import accepts_images
-    from nrl_models.testing.variants import split_variant
     from tests.engine.families import shared_architectures
+    from tools.variants import split_variant
 
     def takes_images(name: str) -> bool:
         try:

@@ -20,8 +20,8 @@ from nrl_models.consistency.prompts import Prompts
 from nrl_models.engines import start_engine
 from nrl_models.engines.base import Engine
 from nrl_models.engines.hf import HFEngine
-from nrl_models.testing.variants import split_variant, with_variants
 from tests.engine.families import SETTINGS, Outcome, Start, compared, tiny_model, without_model
+from tools.variants import split_variant, with_variants
 
 BOUND = 1.00001
 """Limit of `token_mult_prob_error` in fp32: a tenth of the limit for vLLM's kernels."""

@@ -14,7 +14,6 @@ import torch
 from nrl_models import registry
 from nrl_models.engines.hf import HFEngine
 from nrl_models.logprobs import Sampling, token_mult_prob_error
-from nrl_models.testing.variants import split_variant
 from tests.engine import sweep
 from tests.engine.families import AGREES, NOT_DECIDED, compare_architecture, shared_architectures, tiny_model
 from tests.engine.limits import LIMITS
@@ -23,6 +22,7 @@ from tests.engine.published import BF16, BOUND, OPTIONS, OVERRIDES
 from tests.patterns import ONE_OF_EACH_PATTERN
 from tools.checkout import PAGES
 from tools.coverage_pages.results import Kind, read_records
+from tools.variants import split_variant
 
 PUBLISHED = read_records(PAGES)[Kind.ENGINE]
 REPRESENTATIVE = {architecture for family in ONE_OF_EACH_PATTERN for architecture in registry.FAMILIES[family]}

@@ -16,8 +16,8 @@ from typing import Any, TypeVar
 
 from nrl_models import registry
 from nrl_models.common.checkpoint.writing import write_whole
-from nrl_models.testing.variants import SEPARATOR
 from tools.coverage_pages.errors import CoverageError
+from tools.variants import SEPARATOR
 
 FOLDER = "results"
 """The folder of the recorded outcomes, inside the folder of the pages."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from nrl_models.onboarding.inspect import ModelKind, kinds_of
-from nrl_models.testing.variants import SEPARATOR, case_of, with_variants
 from tools.coverage_pages import sharding_outcomes
 from tools.coverage_pages.overview import Row, table
 from tools.coverage_pages.results import Records, grouped
+from tools.variants import SEPARATOR, case_of, with_variants
 
 
 def variants_of(architectures: Iterable[str]) -> dict[str, list[ModelKind]]:

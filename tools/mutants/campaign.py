@@ -22,11 +22,11 @@ from nrl_models import registry
 from nrl_models.testing.case import FamilyCase
 from nrl_models.testing.features import applies, suite
 from nrl_models.testing.tiny import silent_transformers
-from nrl_models.testing.variants import SEPARATOR, case_of, with_variants
 from tools.architectures import require_registered
 from tools.coverage_pages.results import Kind, Record, Records, grouped, read_records, write_record
 from tools.mutants import CATALOG, Mutant
 from tools.mutants.probe import probe
+from tools.variants import SEPARATOR, case_of, with_variants
 
 
 @dataclass(frozen=True, eq=False)

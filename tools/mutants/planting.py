@@ -124,12 +124,19 @@ def in_modules(
             original(model, *args, **kwargs)
             plant_in(model)
 
-        for model in case.built_models():
+        for model in list(case._models.values()):  # those built so far
             plant_in(model)
         patch.setattr(*wrapped(case.model_class, "__init__", init))
         return case
 
     return Bug(is_possible, plant, probed)
+
+
+def _with_new_models(case: FamilyCase) -> FamilyCase:
+    """Return a copy of a case that shares its references, but builds the models under test again."""
+    copied = copy.copy(case)
+    copied._models = {}
+    return copied
 
 
 def _keep_apart(model: nn.Module, right: Sequence[nn.Module]) -> None:
@@ -168,7 +175,7 @@ def misread(change: Callable[[str, Any], Any]) -> Bug:
         patch.setattr(
             *wrapped(case.model_class, "forward", misreading(lambda model, *_, **__: configurations_of(model)))
         )
-        return case.with_new_models()
+        return _with_new_models(case)
 
     return Bug(lambda case: any(True for _ in _changes(configurations_of(case.model()), change)), plant)
 

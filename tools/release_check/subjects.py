@@ -7,7 +7,7 @@ from importlib import import_module
 from typing import Any
 
 from nrl_models import registry
-from tools.release_check.variants import with_variants
+from tools.variants import with_variants
 
 
 def subjects() -> dict[str, Any]:

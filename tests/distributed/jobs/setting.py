@@ -13,8 +13,8 @@ from transformers import PreTrainedModel
 
 from nrl_models import registry
 from nrl_models.errors import ShardingError
-from nrl_models.testing import variants
 from nrl_models.testing.case import FamilyCase
+from tools import variants
 
 LENGTH = 12
 

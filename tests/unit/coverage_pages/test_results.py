@@ -7,7 +7,6 @@ import pytest
 from versions import needs
 
 from nrl_models import registry
-from nrl_models.testing.variants import with_variants
 from tools.checkout import PAGES
 from tools.coverage_pages.errors import CoverageError
 from tools.coverage_pages.results import (
@@ -20,6 +19,7 @@ from tools.coverage_pages.results import (
     versions_summary,
     write_record,
 )
+from tools.variants import with_variants
 
 OLD, NEW = {"torch": "1", "transformers": "5.0"}, {"torch": "2", "transformers": "5.0"}
 

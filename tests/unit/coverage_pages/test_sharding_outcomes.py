@@ -3,11 +3,11 @@
 import pytest
 
 from nrl_models import registry
-from nrl_models.testing.variants import with_variants
 from tools.checkout import PAGES
 from tools.coverage_pages import sharding_outcomes
 from tools.coverage_pages.results import Kind, Record, Records, all_versions, read_records, versions_summary
 from tools.coverage_pages.sharding_outcomes import ShardingOutcome, Status
+from tools.variants import with_variants
 
 NAMES = ("NovaForCausalLM", "NovaMoeForCausalLM", "Other")
 REFUSAL = "plan: NovaForCausalLM: has no tensor-parallel plan"

@@ -16,7 +16,7 @@ from nrl_models.inputs.model_inputs import inputs_for
 from nrl_models.onboarding.detect import detect
 from nrl_models.testing.case import randomize
 from nrl_models.testing.tiny import tiny_config
-from nrl_models.testing.variants import case_of
+from tools.variants import case_of
 
 # One model for each audio format, with its other inputs and its number of audio tokens.
 FORMS = {

@@ -16,7 +16,6 @@ from nrl_models import registry
 from nrl_models.errors import UnknownArchitectureError
 from nrl_models.testing.case import FamilyCase
 from nrl_models.testing.features import generated_tests
-from nrl_models.testing.variants import with_variants
 from tools.checkout import PAGES
 from tools.coverage_pages.results import Kind, Record, read_records, write_record
 from tools.ledger.ledger import recorded
@@ -31,6 +30,7 @@ from tools.mutants.campaign import (
     run_mutants,
 )
 from tools.mutants.planting import in_code, in_modules, misread, reads
+from tools.variants import with_variants
 
 pytestmark = pytest.mark.xdist_group("mutants")  # the tests share the models below
 

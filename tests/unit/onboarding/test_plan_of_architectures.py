@@ -21,7 +21,7 @@ from nrl_models.onboarding.estimate import estimate
 from nrl_models.onboarding.estimate_step import Setting, _stub_experts, default_seq_len
 from nrl_models.onboarding.inspect import ModelKind, inspect
 from nrl_models.testing.case import FamilyCase
-from nrl_models.testing.variants import case_of
+from tools.variants import case_of
 
 LENGTH = 64
 

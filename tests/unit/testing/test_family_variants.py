@@ -14,13 +14,13 @@ from versions import needs, since
 from nrl_models import registry
 from nrl_models.errors import UnknownArchitectureError
 from nrl_models.loading.read_config import read_config
-from nrl_models.testing.variants import SEPARATOR, case_of, split_variant, with_variants
 from tests.engine.coverage_page import certificate_file
 from tools.checkout import PAGES
 from tools.coverage_pages.results import family_of
 from tools.mutants.campaign import architectures_in_order
 from tools.release_check.subjects import subjects
 from tools.release_check.sweep.class_under_test import ClassUnderTest
+from tools.variants import SEPARATOR, case_of, split_variant, with_variants
 
 GEMMA4 = ("Gemma4ForCausalLM", "Gemma4ForConditionalGeneration")
 UNUSED = ("_name_or_path", "dtype", "default_output_length", "global_head_dim", "vision_soft_tokens_per_image")

@@ -37,7 +37,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     import nrl_models
     from nrl_models import registry
-    from tools.release_check.variants import with_variants
+    from tools.variants import with_variants
 
     print(f"nrl_models of {Path(str(nrl_models.__file__)).parent}", flush=True)
     names = with_variants(registry.architectures(aliases=False))

@@ -19,7 +19,7 @@ from nrl_models.inputs.audio import AUDIO, takes_audio
 from nrl_models.inputs.images import PIXELS, takes_images
 from nrl_models.testing.case import FamilyCase
 from tools.release_check.numbers.cases import stored_tensors
-from tools.release_check.variants import split_variant
+from tools.variants import split_variant
 
 PROMPT = 12
 """Text length of an input in tokens."""
