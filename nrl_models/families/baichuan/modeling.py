@@ -68,7 +68,7 @@ class BaichuanDecoderLayer(GradientCheckpointingLayer):
 
     def __init__(self, config: BaichuanConfig, layer_idx: int) -> None:
         super().__init__()
-        self.self_attn = BaichuanAttention(config, layer_idx)
+        self.self_attn = BaichuanAttention(config, layer_idx)  # type: ignore[arg-type]  # has its keys
         self.mlp = MistralMLP(config)  # Llama's without biases
         self.input_layernorm = llama.LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.post_attention_layernorm = llama.LlamaRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
