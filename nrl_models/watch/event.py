@@ -5,6 +5,7 @@ A watch and a replay of its capsule both call `Event.findings`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
@@ -124,7 +125,7 @@ class Event:
         tokenizer: parts of the tokenizer that changed.
         other_tokens: rows that have other token IDs in the trainer, the number of rows there, and in the engine.
         versions: versions of the weights that sampled the rows; empty if unknown.
-        oldest, newest: versions that may have sampled.
+        oldest, newest: versions that may have sampled. With unlimited staleness, `oldest` is minus infinity.
     """
 
     kind: EventKind
@@ -135,7 +136,7 @@ class Event:
     tokenizer: tuple[str, ...] = ()
     other_tokens: tuple[tuple[int, ...], int, int] | None = None
     versions: tuple[int, ...] = ()
-    oldest: int = 0
+    oldest: int | float = 0
     newest: int = 0
 
     def findings(self, evidence: DriftEvidence, of_transfer: Sequence[Finding]) -> list[Finding]:
@@ -223,6 +224,7 @@ class Event:
                 "tokenizer": tuple(content["tokenizer"]),
                 "other_tokens": None if other is None else (tuple(other[0]), other[1], other[2]),
                 "versions": tuple(content["versions"]),
+                "oldest": -math.inf if content["oldest"] == "-inf" else content["oldest"],
             }
         )
 

@@ -269,6 +269,19 @@ def test_capsule_of_non_finite_values(tmp_path: Path) -> None:
     assert replay.verdict["findings"][0]["cause"] == Cause.NOT_FINITE
 
 
+def test_capsule_with_unlimited_staleness(tmp_path: Path) -> None:
+    file = tmp_path / "capsule.safetensors"
+    trainer, mask = -torch.ones(2, 8), torch.ones(2, 8, dtype=torch.bool)
+    engine = trainer.clone()
+    engine[1, 3] = math.nan
+    watch = Watch(max_staleness=math.inf, capsule=file)
+    with pytest.raises(DriftError):
+        watch.before_update(trainer=trainer, engine=engine, mask=mask, versions=[0, 0])
+    replay = replay_watch(Contents.read(file))
+    assert replay.passed
+    assert replay.verdict["findings"][0]["cause"] == Cause.NOT_FINITE
+
+
 def test_capsule_of_token_mismatch(tmp_path: Path) -> None:
     loop = Loop(capsule=tmp_path / "capsule.safetensors")
     samples = loop.sample()
