@@ -17,6 +17,7 @@ from nrl_models.certify.certified import CheckpointUnderTest, Options, file_hash
 from nrl_models.certify.check_result import LOGPROBS, OTHER_CELLS, CheckResult, Side, Status, answer_of
 from nrl_models.certify.first_layers import write_first_layers
 from nrl_models.certify.sides import shows_fault, side_of_error
+from nrl_models.common.checkpoint.json_reading import parsed
 from nrl_models.common.checkpoint.writing import write_whole
 from nrl_models.common.trust.own_folder import claim, default_folder, why_not_claimed
 from nrl_models.common.trust.servers import is_server
@@ -315,7 +316,7 @@ class _Saved:
                 try:
                     values = json.loads(line)
                     if values.pop("key") == key:
-                        result = CheckResult.from_json(values)
+                        result = parsed(CheckResult, values, strict=True)
                         self.results[result.name] = result
                 except (ValueError, KeyError, TypeError):  # a line cut off by an interruption
                     continue

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from datetime import UTC, datetime
 from enum import StrEnum
 from pathlib import Path
@@ -15,12 +15,12 @@ from nrl_models import __version__
 from nrl_models.certify.certified import file_hashes
 from nrl_models.certify.check_result import LOGPROBS, OTHER_CELLS, Answer, CheckResult, Side, Status
 from nrl_models.certify.signing import signature_problem
-from nrl_models.common.checkpoint.json_reading import read_object
+from nrl_models.common.checkpoint.json_reading import parsed, read_object
 from nrl_models.common.checkpoint.resolve_folder import resolve_folder
 from nrl_models.common.checkpoint.writing import write_whole
 from nrl_models.common.trust.servers import shown_argument
 from nrl_models.consistency.capsule.package_versions import versions
-from nrl_models.errors import CheckpointError, ConsistencyError, one_line, shown, visible
+from nrl_models.errors import CheckpointError, ConsistencyError, one_line, visible
 
 FORMAT = 3
 """Version of the file format."""
@@ -181,38 +181,20 @@ class Certificate:
         if content.get("digest") != json_digest(rest) or file.read_bytes() != _file_bytes(content):
             raise ConsistencyError(f"{file} has been changed since it was written: its digest does not match")
         try:  # anybody can write a digest
-            _require_types(content)
-            return cls(
-                name=content["name"],
-                answer=Answer(content["answer"]),
-                created=content["created"],
-                files=content["files"],
-                options=content["options"],
-                versions=content["versions"],
-                hardware=content["hardware"],
-                results=tuple(map(CheckResult.from_json, content["checks"])),
-                not_covered=tuple(content["not_covered"]),
-            )
-        except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+            rest["results"] = rest.pop("checks")
+            certificate: Certificate = parsed(cls, {name: rest[name] for name in _FIELDS}, strict=True)
+            options = {"layers": None, **certificate.options}
+            for name, kind in _OPTIONS.items():
+                parsed(kind, options[name], strict=True)
+        except (KeyError, ValueError) as error:
             raise ConsistencyError(f"{file} is not a certificate ({one_line(error)})") from error
+        return certificate
 
 
-def _require_types(content: Mapping[str, Any]) -> None:
-    """Raise KeyError or TypeError for values that `verify` or a report cannot use."""
-    options = content["options"]
-    expected: list[tuple[Any, Any]] = [
-        *((content[name], str) for name in ("name", "created")),
-        *((content[name], dict) for name in ("files", "versions", "hardware")),
-        *((content[name], list) for name in ("checks", "not_covered")),
-        (options["engine"], (str, type(None))),
-        (options["full"], bool),
-        (options.get("layers"), (int, type(None))),
-        *((check[name], str) for check in content["checks"] for name in ("name", "summary")),
-        *((check["length"], int) for check in content["checks"]),
-    ]
-    for value, types in expected:
-        if not isinstance(value, types):
-            raise TypeError(f"{shown(value)} has the wrong type")
+_FIELDS = tuple(field.name for field in fields(Certificate) if field.name != "folder")
+
+_OPTIONS: Mapping[str, Any] = {"engine": str | None, "full": bool, "layers": int | None}
+"""Types of the options that `verify` or a report uses."""
 
 
 def verify(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import KW_ONLY, asdict, dataclass
 from enum import StrEnum
 from typing import Any
@@ -131,13 +131,6 @@ class CheckResult:
         """Return the fields by name. Numbers that are not finite are None."""
         values: dict[str, Any] = finite_or_none(asdict(self))
         return values
-
-    @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> CheckResult:
-        """Read what `to_json` returned."""
-        unit, side = values.get("unit"), values.get("side")
-        typed = {"unit": None if unit is None else Unit(unit), "side": None if side is None else Side(side)}
-        return cls(**{**values, **typed, "status": Status(values["status"])})
 
 
 def token_error(value: float | None, bound: float) -> dict[str, Any]:

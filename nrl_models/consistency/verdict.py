@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import Any, NamedTuple
 
+from nrl_models.common.checkpoint.json_reading import parsed
 from nrl_models.common.value_checks import finite_or_none
 from nrl_models.consistency.divergence import Divergence
-from nrl_models.quirks import CATALOG, Evidence, Pattern, VerdictKind
+from nrl_models.quirks import CATALOG, Evidence, VerdictKind
 
 
 class Party(StrEnum):
@@ -169,23 +171,11 @@ class Verdict:
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> Verdict:
-        """Parse the output of `to_json`."""
+        """Parse the output of `to_json`. Errors that are None become NaN."""
+        errors = {
+            party: {name: math.nan if value is None else value for name, value in error.items()}
+            for party, error in content["errors"].items()
+        }
         fields = {name: value for name, value in content.items() if name != "summary"}
-        if fields["cause"] is not None:
-            fields["cause"] = VerdictCause(**fields["cause"] | {"kind": CauseKind(fields["cause"]["kind"])})
-        if (said := fields.get("witness")) is not None:
-            fields["witness"] = Opinion(**said | {"vote": said["vote"] and Vote(said["vote"])})
-        if (advice := fields.get("advice")) is not None:
-            fields["advice"] = Advice(advice)
-        if (found := fields["divergence"]) is not None:
-            typed = {"pattern": Pattern(found["pattern"]), "weights": tuple(found["weights"])}
-            fields["divergence"] = Divergence(**found | typed)
-        return cls(
-            **fields
-            | {
-                "kind": VerdictKind(fields["kind"]),
-                "at_fault": tuple(map(Party, fields["at_fault"])),
-                "errors": {Party(party): Deviation(**error) for party, error in fields["errors"].items()},
-                "quirks": tuple(fields["quirks"]),
-            }
-        )
+        verdict: Verdict = parsed(cls, fields | {"errors": errors})
+        return verdict

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.utils.rnn import pad_sequence
 
+from nrl_models.common.checkpoint.json_reading import parsed
 from nrl_models.common.checkpoint.writing import path_to_write
 from nrl_models.common.logs import get_logger
 from nrl_models.common.modules import innermost
@@ -217,7 +218,7 @@ def replay_watch(contents: Contents) -> Replay:
         CapsuleError, KeyError, ...: if the capsule is damaged.
     """
     values, tensors = contents.values, contents.tensors
-    event = Event.from_json(values["event"])
+    event: Event = parsed(Event, values["event"])
     observed = read_observations(contents)
     evidence = evidence_from_json(
         values["evidence"],

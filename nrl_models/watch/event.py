@@ -5,12 +5,12 @@ A watch and a replay of its capsule both call `Event.findings`.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from typing import Any
 
+from nrl_models.common.checkpoint.json_reading import parsed
 from nrl_models.engines.engine_types import RefitReport
 from nrl_models.logprobs.metrics import shown_error
 from nrl_models.logprobs.sampling import Sampling
@@ -84,32 +84,6 @@ class Transfer:
         log = SyncLog(self.draft_names)
         log.last, log.frozen_syncs = self.before, self.frozen_syncs
         return self.record_in(log)
-
-    def to_json(self) -> dict[str, Any]:
-        """Return JSON values."""
-        report = None if self.report is None else asdict(self.report)
-        return {
-            "before": {"version": self.before.version, "sent": dict(self.before.sent)},
-            "draft_names": list(self.draft_names),
-            "frozen_syncs": self.frozen_syncs,
-            "sent": dict(self.sent),
-            "report": report,
-            "version": self.version,
-            "learning_rate": self.learning_rate,
-            **({"partial": True} if self.partial else {}),
-        }
-
-    @classmethod
-    def from_json(cls, content: Mapping[str, Any]) -> Transfer:
-        """Parse the output of `to_json`."""
-        return cls(**{**content, "before": Sync(**content["before"]), "report": _report(content["report"])})
-
-
-def _report(content: Mapping[str, Any] | None) -> RefitReport | None:
-    if content is None:
-        return None
-    names = {name: tuple(content[name]) for name in ("unwritten", "stale_buffers")}
-    return RefitReport(**{**content, **names})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -205,28 +179,12 @@ class Event:
         return []
 
     def to_json(self) -> dict[str, Any]:
-        """Return JSON values."""
-        transfer = None if self.transfer is None else self.transfer.to_json()
-        return asdict(replace(self, transfer=None)) | {"transfer": transfer}
-
-    @classmethod
-    def from_json(cls, content: Mapping[str, Any]) -> Event:
-        """Parse the output of `to_json`."""
-        other = content["other_tokens"]
-        return cls(
-            **{
-                **content,
-                "kind": EventKind(content["kind"]),
-                "bars": Bars(**content["bars"]),
-                "bound": float(content["bound"]),
-                "probe_bound": None if content["probe_bound"] is None else float(content["probe_bound"]),
-                "transfer": None if content["transfer"] is None else Transfer.from_json(content["transfer"]),
-                "tokenizer": tuple(content["tokenizer"]),
-                "other_tokens": None if other is None else (tuple(other[0]), other[1], other[2]),
-                "versions": tuple(content["versions"]),
-                "oldest": -math.inf if content["oldest"] == "-inf" else content["oldest"],
-            }
-        )
+        """Return JSON values, which `parsed` reads."""
+        values = asdict(self)
+        if self.transfer is not None:
+            before = self.transfer.before
+            values["transfer"]["before"] = {"version": before.version, "sent": dict(before.sent)}
+        return values
 
 
 def evidence_to_json(evidence: DriftEvidence) -> dict[str, Any]:
@@ -252,25 +210,13 @@ def evidence_from_json(content: Mapping[str, Any], **more: Any) -> DriftEvidence
         content: the JSON values.
         more: measurements and tensors of the evidence.
     """
-    sync, changed = content["sync"], content["sync"]["changed"]
+    sync = content["sync"]
     return DriftEvidence(
-        sampling=Sampling(**content["sampling"]),
-        sync=Sync(
-            version=sync["version"],
-            count=sync.get("count", sync["version"]),  # older capsules: versions counted from 0
-            changed=None if changed is None else frozenset(changed),
-        ),
+        sampling=parsed(Sampling, content["sampling"]),
+        sync=parsed(Sync, {"count": sync["version"], **sync}),  # in older capsules, versions counted from 0
         steps_since_sync=content["steps_since_sync"],
         agreed_at=content["agreed_at"],
-        history=tuple(map(metrics_from_json, content["history"])),
-        metrics=None if content["metrics"] is None else metrics_from_json(content["metrics"]),
+        history=parsed(tuple[StepMetrics, ...], content["history"]),
+        metrics=parsed(StepMetrics | None, content["metrics"]),
         **more,
     )
-
-
-def metrics_from_json(content: Mapping[str, Any]) -> StepMetrics:
-    """Parse the fields of `StepMetrics`, of which those that JSON lacks are strings."""
-    fields: dict[str, Any] = {
-        name: float(value) if isinstance(value, str) else value for name, value in content.items()
-    }
-    return StepMetrics(**fields)

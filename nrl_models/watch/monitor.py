@@ -210,7 +210,7 @@ class Watch:
             before=before.last,
             draft_names=tuple(before.draft_names),
             frozen_syncs=before.frozen_syncs,
-            sent=sent or {},
+            sent=dict(sent or {}),
             report=report,
             version=version,
             learning_rate=self._changes.take_learning_rate(),

@@ -1,13 +1,14 @@
-"""Read untrusted JSON: within limits, and with errors that name the file. Has no heavy imports."""
+"""Read untrusted JSON: within limits, and with errors that name the file or the value. Has no heavy imports."""
 
 from __future__ import annotations
 
 import json
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from nrl_models.errors import CheckpointError, Problem, ProblemKind, one_line
+from nrl_models.errors import CheckpointError, Problem, ProblemKind, one_line, shown
 
 MOST_BYTES = 256 * 2**20
 """The largest file that is read: an index of a million tensors has half of it."""
@@ -104,6 +105,40 @@ def parse_object(data: bytes, name: str, place: object, kind: ProblemKind = Prob
     if _is_deeper(content, MOST_LEVELS):
         raise _refused(name, place, kind, f"is nested deeper than {MOST_LEVELS} levels")
     return content
+
+
+def parsed(kind: Any, content: Any, *, strict: bool = False) -> Any:
+    """Build a value of an annotated type, such as a dataclass, from JSON values.
+
+    Args:
+        kind: The type.
+        content: JSON values. Unless `strict`, strings also count as numbers: "nan", "inf" and "-inf".
+        strict: Whether values need exactly the type of their field. Lists also count as tuples, and values of enums.
+
+    Raises:
+        ValueError: If a value is missing, unknown or of another type. The message names the first such value.
+        Exception: As raised by the `__post_init__` of a dataclass.
+    """
+    from pydantic import ValidationError
+
+    try:
+        (value,) = _adapter(kind).validate_json(json.dumps([content]), strict=strict)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        if first["type"] == "value_error":
+            raise first["ctx"]["error"] from None
+        details = {"missing": "is missing", "unexpected_keyword_argument": "is unknown"}
+        detail = details.get(first["type"], f"is {shown(first['input'])}: {first['msg']}")
+        raise ValueError(f"{'.'.join(map(str, first['loc'][1:])) or 'it'} {detail}") from None
+    return value
+
+
+@cache
+def _adapter(kind: Any) -> Any:
+    from pydantic import ConfigDict, TypeAdapter  # takes 0.1 seconds
+
+    # In a tuple, because a dataclass itself takes no configuration.
+    return TypeAdapter(tuple[kind], config=ConfigDict(extra="forbid"))
 
 
 def _refused(

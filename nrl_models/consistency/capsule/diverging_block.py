@@ -25,6 +25,9 @@ from nrl_models.parity.noise import TOLERANCE
 
 SCALARS = (bool, int, float, str)
 
+PLAIN = ("name", "config", "dtype", "attention", "arguments")
+"""Fields of a block without tensors."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class RecordedBlock:
@@ -94,16 +97,8 @@ class RecordedBlock:
 
     def to_json(self) -> dict[str, Any]:
         """Return everything but the tensors."""
-        return {
-            "name": self.name,
-            "config": dict(self.config),
-            "dtype": self.dtype,
-            "attention": self.attention,
-            "arguments": self.arguments,
-            "inputs": len(self.inputs),
-            "outputs": len(self.outputs),
-            "weights": list(self.weights),
-        }
+        of_tensors = {"inputs": len(self.inputs), "outputs": len(self.outputs), "weights": list(self.weights)}
+        return {name: getattr(self, name) for name in PLAIN} | of_tensors
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return all tensors by their names in a capsule."""
@@ -117,7 +112,7 @@ class RecordedBlock:
     def from_json(cls, content: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> RecordedBlock:
         """Parse the output of `to_json` and `tensors`."""
         return cls(
-            **{name: content[name] for name in ("name", "config", "dtype", "attention", "arguments")},
+            **{name: content[name] for name in PLAIN},
             inputs=tuple(tensors[f"block/inputs/{index}"] for index in range(content["inputs"])),
             outputs=tuple(tensors[f"block/outputs/{index}"] for index in range(content["outputs"])),
             weights={name: tensors[f"block/weights/{name}"] for name in content["weights"]},

@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 
+from nrl_models.common.checkpoint.json_reading import parsed
 from nrl_models.common.dtypes import dtype_name
 from nrl_models.consistency.divergence import Divergence, ModulePair, classify, first_of, match_names, module_pairs
 from nrl_models.engines.engine_types import LOGITS, ModuleCall
-from nrl_models.parity.localize import ModuleDifference, SearchRound, culprits_of, difference_of
+from nrl_models.parity.localize import SearchRound, culprits_of, difference_of
 
 Calls = Mapping[str, ModuleCall]
 
@@ -132,10 +133,7 @@ class ModuleComparison:
             "side": self.side,
             "dtype": dtype_name(self.dtype),
             "pairs": [asdict(pair) for pair in self.pairs],
-            "rounds": [
-                {"differences": [asdict(each) for each in found.differences], "agrees": found.agrees}
-                for found in self.rounds
-            ],
+            "rounds": [asdict(found) for found in self.rounds],
             "weights": list(self.weights),
             "owner": self.owner,
         }
@@ -146,20 +144,10 @@ class ModuleComparison:
         return cls(
             side=ComparedSide(content["side"]),
             dtype=getattr(torch, content["dtype"]),
-            pairs=tuple(ModulePair(**_parsed(pair, "input_error", "output_error")) for pair in content["pairs"]),
-            rounds=tuple(
-                SearchRound(
-                    tuple(ModuleDifference(**_parsed(each, "inputs", "output")) for each in found["differences"]),
-                    found["agrees"],
-                )
-                for found in content["rounds"]
-            ),
+            pairs=parsed(tuple[ModulePair, ...], content["pairs"]),
+            rounds=parsed(tuple[SearchRound, ...], content["rounds"]),
             weights=tuple(content["weights"]),
             owner=content["owner"],
             expected=expected,
             actual=actual,
         )
-
-
-def _parsed(values: Mapping[str, Any], *names: str) -> dict[str, Any]:
-    return {**values, **{name: None if values[name] is None else float(values[name]) for name in names}}
