@@ -158,13 +158,13 @@ def record_block(model: Any, name: str, tokens: Sequence[int]) -> RecordedBlock:
         _encoded([output] if isinstance(output, torch.Tensor) else list(output), found)
         outputs.append(found)
 
-    handles = module.register_forward_pre_hook(before, with_kwargs=True), module.register_forward_hook(after)
-    try:
-        with torch.no_grad(), evaluating(model):
-            model(input_ids=torch.tensor([list(tokens)], device=model.device), use_cache=False)
-    finally:
-        for handle in handles:
-            handle.remove()
+    with (
+        module.register_forward_pre_hook(before, with_kwargs=True),
+        module.register_forward_hook(after),
+        torch.no_grad(),
+        evaluating(model),
+    ):
+        model(input_ids=torch.tensor([list(tokens)], device=model.device), use_cache=False)
     if not calls or not outputs:
         raise CapsuleError(f"{name} is not called by the model's forward")
     config = {key: value for key, value in model.config.to_dict().items() if key != "quantization_config"}

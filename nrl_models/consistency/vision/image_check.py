@@ -313,11 +313,8 @@ def _agrees_causally(trainer: HFEngine, scored: _Scored, sampling: Sampling, bou
     def without_mask(module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         return args, kwargs | {"attention_mask": None}
 
-    hook = text.register_forward_pre_hook(without_mask, with_kwargs=True)
-    try:
+    with text.register_forward_pre_hook(without_mask, with_kwargs=True):
         scores = _trainer_scores(trainer, scored.ids, scored.sample, scored.own, sampling)
-    finally:
-        hook.remove()
     return worst_of(scored.errors_of(scores)) <= bound
 
 
@@ -326,9 +323,6 @@ def _text_call(model: Any, ids: Sequence[int], own: Mapping[str, torch.Tensor]) 
     """Return the keywords with which the trainer's model calls its text model on a prompt."""
     calls: list[dict[str, Any]] = []
     text = model.base_model.language_model
-    hook = text.register_forward_pre_hook(lambda module, args, kwargs: calls.append(kwargs), with_kwargs=True)
-    try:
+    with text.register_forward_pre_hook(lambda module, args, kwargs: calls.append(kwargs), with_kwargs=True):
         model(input_ids=torch.tensor([list(ids)], device=model.device), **cast(dict(own), model))
-    finally:
-        hook.remove()
     return calls[0]

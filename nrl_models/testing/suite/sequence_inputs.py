@@ -51,11 +51,8 @@ def embeddings_of(model: PreTrainedModel) -> Iterator[list[torch.Tensor]]:
         embedded.append(output if output.requires_grad else output.requires_grad_())
         return output.clone()  # some models scale it in place
 
-    handle = model.get_input_embeddings().register_forward_hook(keep)
-    try:
+    with model.get_input_embeddings().register_forward_hook(keep):
         yield embedded
-    finally:
-        handle.remove()
 
 
 @contextmanager
