@@ -136,25 +136,24 @@ class RunningSides:
             with self.references.asked_witness() as witness:
                 scored = final_scores(witness, case.tokens, case.generated, case.sampling)
                 dtype = precision(witness.capabilities().dtype)
-                found = Testimony(dtype=dtype_name(dtype), scored=scored)
-                return self._decoded(witness, found, dtype) if decodes(scored, dtype) else found
+                decoded = self._decoded(witness, dtype) if decodes(scored, dtype) else {}
+                return {"dtype": dtype_name(dtype), "error": ""}, {"scored": scored, **decoded}
         except NRLModelsError as error:
-            return Testimony(error=one_line(error))
+            return {"dtype": "float32", "error": one_line(error)}, {}
 
-    def _decoded(self, witness: Engine, found: Testimony, dtype: torch.dtype) -> Testimony:
-        """Add the witness's log-probabilities while decoding, and those of transformers."""
+    def _decoded(self, witness: Engine, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        """Return the witness's log-probabilities while decoding, and those of transformers, as in a `Testimony`."""
         case = self.case
         prompts = case.tokens[:, : -case.generated].tolist()
         # Rounding decides which tokens at the limits are excluded.
         everything = replace(case.sampling, top_k=0, top_p=1.0)
         samples = witness.generate(prompts, everything, max_new_tokens=case.generated, seed=self.settings.seed)
         sampled = torch.tensor([sample.sequence for sample in samples])
-        return replace(
-            found,
-            decoded=padded([sample.logprobs for sample in samples]),
-            exact=self._reference(sampled, everything, torch.float64),
-            rounded=self._reference(sampled, everything, dtype),
-        )
+        return {
+            "decoded": padded([sample.logprobs for sample in samples]),
+            "exact": self._reference(sampled, everything, torch.float64),
+            "rounded": self._reference(sampled, everything, dtype),
+        }
 
     def _reference(self, tokens: torch.Tensor, sampling: Sampling, dtype: torch.dtype) -> torch.Tensor:
         engine = HFEngine(self.references.model(dtype), "reference", max_length=tokens.shape[1])

@@ -60,24 +60,15 @@ class Case:
     is_alternative: bool = False
 
 
-@dataclass(frozen=True, kw_only=True)
-class Testimony:
-    """Log-probabilities of a witness.
+Testimony = tuple[dict[str, str], dict[str, torch.Tensor]]
+"""Facts and log-probabilities of a witness, by name.
 
-    Args:
-        dtype: Name of the precision that explains the witness's rounding.
-        error: Reason why there are no log-probabilities.
-        scored: Log-probabilities of the sequences; None after an error.
-        decoded: Log-probabilities while decoding other continuations; None if that was not necessary.
-        exact, rounded: Log-probabilities of these continuations from transformers, in fp64 and in `dtype`.
-    """
-
-    dtype: str = "float32"
-    error: str = ""
-    scored: torch.Tensor | None = None
-    decoded: torch.Tensor | None = None
-    exact: torch.Tensor | None = None
-    rounded: torch.Tensor | None = None
+- `dtype`: Name of the precision that explains the witness's rounding.
+- `error`: Reason why there are no log-probabilities; empty if there are.
+- `scored`: Log-probabilities of the sequences.
+- `decoded`: Log-probabilities while decoding other continuations, if that was necessary.
+- `exact`, `rounded`: Log-probabilities of these continuations from transformers, in fp64 and in `dtype`.
+"""
 
 
 class Judged(NamedTuple):
@@ -204,19 +195,10 @@ class Decision:
     def _testimony(self) -> Testimony:
         values, tensors = self.observed.values, self.observed.tensors
         if "witness" not in values:
-            found = self.measures.testimony(self._is_right_alternative)
-            values["witness"] = {"dtype": found.dtype, "error": found.error}
-            for name in ("scored", "decoded", "exact", "rounded"):
-                if (tensor := getattr(found, name)) is not None:
-                    tensors[f"witness.{name}"] = tensor
-        return Testimony(
-            dtype=values["witness"]["dtype"],
-            error=values["witness"]["error"],
-            scored=tensors.get("witness.scored"),
-            decoded=tensors.get("witness.decoded"),
-            exact=tensors.get("witness.exact"),
-            rounded=tensors.get("witness.rounded"),
-        )
+            values["witness"], scores = self.measures.testimony(self._is_right_alternative)
+            tensors |= {f"witness.{name}": logprobs for name, logprobs in scores.items()}
+        names = [name for name in tensors if name.startswith("witness.")]
+        return values["witness"], {name.removeprefix("witness."): tensors[name] for name in names}
 
     # Rules
 
@@ -287,14 +269,15 @@ class Decision:
         if not (name := self.case.witness):
             return verdict
         self._at_fault, self._wrong = verdict.at_fault, wrong
-        found = self._testimony()
-        if found.scored is None:
-            return replace(verdict, witness=Opinion(name, None, found.error))
-        vote = self._vote(found.scored, getattr(torch, found.dtype))
+        facts, scores = self._testimony()
+        if "scored" not in scores:
+            return replace(verdict, witness=Opinion(name, None, facts["error"]))
+        vote = self._vote(scores["scored"], getattr(torch, facts["dtype"]))
         decodes = None
-        if found.decoded is not None and found.exact is not None and found.rounded is not None:
-            allowed = FLOOR_FACTOR * max(distance(found.rounded, found.exact), 1e-6)
-            decodes = distance(found.decoded, found.exact) <= allowed and bool(found.decoded.isfinite().all())
+        if "decoded" in scores:
+            decoded, exact = scores["decoded"], scores["exact"]
+            allowed = FLOOR_FACTOR * max(distance(scores["rounded"], exact), 1e-6)
+            decodes = distance(decoded, exact) <= allowed and bool(decoded.isfinite().all())
         advice = Advice.TRANSFORMERS_BACKEND if decodes else None
         return replace(verdict, witness=Opinion(name, vote, decodes=decodes), advice=advice)
 
