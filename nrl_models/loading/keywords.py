@@ -27,43 +27,33 @@ ALIASES = {"torch_dtype": "dtype", "backend_config": "backend"}
 ALWAYS = ("low_cpu_mem_usage",)
 """Keywords without effect, because the behavior is always on. transformers also ignores them."""
 
-NEUTRAL = {
-    "weights_only": True,
-    "from_tf": False,
-    "from_flax": False,
-    "force_download": False,
-    "use_kernels": False,
-    "kernel_config": None,
-    "allow_all_kernels": False,
-    "disable_mmap": False,
-    "adapter_name": "default",
-    "tqdm_class": None,
-    "proxies": None,
-    "code_revision": None,
-    "generation_config": None,
-    "tp_plan": None,
-    "tp_size": None,
-    "device_mesh": None,
-    "distributed_config": None,
-    "fusion_config": None,
-}
-"""transformers' keywords that have no effect with None or their default value. Other values raise."""
+_SHARDING = (
+    "transformers' own sharded loading is not used here. Pass mesh=init_device_mesh(device, sizes, "
+    "mesh_dim_names=('fsdp', 'tp')) and plan='auto' (docs/scaling.md)"
+)
 
-_NEVER = {
-    "weights_only": "only safetensors are read, which hold nothing but tensors",
-    "from_tf": "only safetensors are read",
-    "from_flax": "only safetensors are read",
-    "force_download": "not supported. Delete the repository from the cache, or pass another cache_dir=",
-    "proxies": "not supported. Set the environment variables HTTP_PROXY and HTTPS_PROXY",
-    "code_revision": "not supported. A checkpoint's own code is read from the revision of its weights (revision=)",
-    "generation_config": "not supported. Set model.generation_config after loading",
-    "adapter_name": "not supported. Load the model, then call peft.PeftModel.from_pretrained(model, folder)",
-    "disable_mmap": "not supported, because files are memory-mapped",
-    "tqdm_class": "not supported. transformers.utils.logging.disable_progress_bar() hides the progress bar",
-    "fusion_config": "not supported. combine= fuses projections",
-    **dict.fromkeys(("use_kernels", "kernel_config", "allow_all_kernels"), "not supported. Leave it out"),
+UNSUPPORTED: Mapping[str, tuple[Any, str]] = {
+    "weights_only": (True, "only safetensors are read, which hold nothing but tensors"),
+    **dict.fromkeys(("from_tf", "from_flax"), (False, "only safetensors are read")),
+    "force_download": (False, "not supported. Delete the repository from the cache, or pass another cache_dir="),
+    **dict.fromkeys(("use_kernels", "allow_all_kernels"), (False, "not supported. Leave it out")),
+    "kernel_config": (None, "not supported. Leave it out"),
+    "disable_mmap": (False, "not supported, because files are memory-mapped"),
+    "adapter_name": (
+        "default",
+        "not supported. Load the model, then call peft.PeftModel.from_pretrained(model, folder)",
+    ),
+    "tqdm_class": (None, "not supported. transformers.utils.logging.disable_progress_bar() hides the progress bar"),
+    "proxies": (None, "not supported. Set the environment variables HTTP_PROXY and HTTPS_PROXY"),
+    "code_revision": (
+        None,
+        "not supported. A checkpoint's own code is read from the revision of its weights (revision=)",
+    ),
+    "generation_config": (None, "not supported. Set model.generation_config after loading"),
+    "fusion_config": (None, "not supported. combine= fuses projections"),
+    **dict.fromkeys(("tp_plan", "tp_size", "device_mesh", "distributed_config"), (None, _SHARDING)),
 }
-"""Features of transformers that are not supported, with the reason."""
+"""transformers' keywords that have no effect with None or their default value, and the error for other values."""
 
 _FROM_AUTO = ("_from_auto", "_commit_hash", "adapter_kwargs")
 """Keywords that transformers' auto classes pass to registered classes. For the folder of an adapter, they pass its base
@@ -175,8 +165,9 @@ def _wrong_renaming(pattern: object, target: object) -> str:
 
 
 def _is_neutral(name: str, value: Any) -> bool:
-    """Return True for a keyword of `NEUTRAL` with a value that has no effect."""
-    return name in NEUTRAL and (value is None or (type(value) is type(NEUTRAL[name]) and value == NEUTRAL[name]))
+    """Return True for a keyword of `UNSUPPORTED` with a value that has no effect."""
+    default, _ = UNSUPPORTED.get(name, (None, ""))
+    return name in UNSUPPORTED and (value is None or (type(value) is type(default) and value == default))
 
 
 def _are_same(option: str, first: Any, second: Any) -> bool:
@@ -194,7 +185,10 @@ def by_own_names(keywords: Mapping[str, Any]) -> dict[str, Any]:
         UnknownArgumentError: If a keyword is not supported, or two names of an option have different values. Lists all.
     """
     keywords = {name: value for name, value in keywords.items() if not _is_neutral(name, value)}
-    wrong = [f"{name}: {_NEVER[name]}" for name in keywords if name in _NEVER]
+    by_reason: dict[str, list[str]] = {}
+    for name in filter(UNSUPPORTED.__contains__, keywords):
+        by_reason.setdefault(UNSUPPORTED[name][1], []).append(name)
+    wrong = [f"{', '.join(names)}: {reason}" for reason, names in by_reason.items()]
     if keywords.get("use_safetensors") is False:
         wrong.append(
             "use_safetensors=False: requests pickled weights, which can run code. Only safetensors are supported. "

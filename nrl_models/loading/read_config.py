@@ -203,20 +203,12 @@ def _without_model_type(folder: Path, architectures: Sequence[str]) -> UnknownAr
     )
 
 
-_OTHER_SHARDING = ("distributed_config", "tp_plan", "tp_size", "device_mesh")
-
-
 def override(config: PreTrainedConfig, overrides: Mapping[str, Any]) -> None:
     """Set keyword overrides on `config`, in place.
 
     Raises:
         UnknownArgumentError: If a name is unknown, is not a configuration value, or has a value of the wrong type.
     """
-    if other := [name for name in overrides if name in _OTHER_SHARDING]:
-        raise UnknownArgumentError(
-            f"{', '.join(other)}: transformers' own sharded loading is not used here. Pass "
-            "mesh=init_device_mesh(device, sizes, mesh_dim_names=('fsdp', 'tp')) and plan='auto' (docs/scaling.md)"
-        )
     unknown = [name for name in overrides if name not in IMPLEMENTATIONS and not is_value(config, name)]
     fixed = [name for name in unknown if hasattr(config, name) and not callable(getattr(config, name))]
     if fixed:

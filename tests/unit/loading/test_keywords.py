@@ -97,8 +97,9 @@ def test_keywords_with_default_values_have_no_effect(llama_checkpoint: Path) -> 
     defaults: dict[str, Any] = {"disable_mmap": None, "kernel_config": None, "allow_all_kernels": False}
     defaults |= {"adapter_name": "".join(["de", "fault"]), "tqdm_class": None, "force_download": False}
     AutoModelForCausalLM.from_pretrained(llama_checkpoint, **defaults)
-    AutoModelForCausalLM.from_pretrained(llama_checkpoint, **of_keywords.NEUTRAL)
-    AutoModelForCausalLM.from_pretrained(llama_checkpoint, **dict.fromkeys(of_keywords.NEUTRAL))
+    unsupported = {name: default for name, (default, _) in of_keywords.UNSUPPORTED.items()}
+    AutoModelForCausalLM.from_pretrained(llama_checkpoint, **unsupported)
+    AutoModelForCausalLM.from_pretrained(llama_checkpoint, **dict.fromkeys(unsupported))
     AutoModelForCausalLM.from_pretrained(llama_checkpoint, dtype=torch.bfloat16, torch_dtype="bfloat16")
 
 
