@@ -6,7 +6,7 @@ All problems are collected before any tensor is read, and raised as one error.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -18,13 +18,13 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from nrl_models.common.checkpoint.files import CheckpointFiles
 from nrl_models.common.dtypes import kept_dtypes
 from nrl_models.common.logs import get_logger
-from nrl_models.common.modules import class_name, is_base_model, named_tensors, predicts_words
+from nrl_models.common.modules import class_name, named_tensors, predicts_words
 from nrl_models.common.process_state import no_collections
 from nrl_models.common.state_dict.adapter import StateDictAdapter
 from nrl_models.common.state_dict.kept_tensors import keeps_unused
 from nrl_models.common.state_dict.layouts import base_prefix, convert_layout, hub_conversions
 from nrl_models.common.state_dict.matching import Match, is_wide_float, match, with_ties
-from nrl_models.common.state_dict.mtp import MTP, MTPNames
+from nrl_models.common.state_dict.mtp import MTPNames
 from nrl_models.common.state_dict.own_tensors import widest
 from nrl_models.common.state_dict.ties import have_same_values
 from nrl_models.common.views.hub_parts import equal_parts
@@ -32,30 +32,31 @@ from nrl_models.errors import CheckpointError, Problem, ProblemKind, listed
 from nrl_models.loading.mtp_layers.mtp_notes import keeps, note_mtp
 from nrl_models.loading.names.checkpoint_names import CheckpointNames
 from nrl_models.loading.names.fit_advice import advice_for, note_not_loaded, require_head
-from nrl_models.loading.names.other_parts import head_keys, new_head_names, tower_keys
+from nrl_models.loading.names.other_parts import accepted_parts, head_keys, new_head_names
+from nrl_models.loading.options import LoadOptions
 
 logger = get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Tolerance:
-    """Parts of a checkpoint that may differ from the model.
+    """How a checkpoint is matched to the model, and where it may differ.
+
+    Incomplete tensors, duplicates and wrong shapes also raise without `strict`.
 
     Attributes:
-        new_head: Accepts a missing head, a head of another shape, and other heads.
-        mismatched: Accepts tensors of another shape: they are initialized (`ignore_mismatched_sizes`).
+        options: `strict`, `key_mapping`, `mtp`, `new_head` and `ignore_mismatched_sizes` of the load.
         composite: The configuration of a composite checkpoint of which the model is a part. The other parts are not
             loaded.
         passed: Keywords that replaced values of the configuration, for error messages.
     """
 
-    new_head: bool = False
-    mismatched: bool = False
+    options: LoadOptions
     composite: PreTrainedConfig | None = None
     passed: tuple[str, ...] = ()
 
 
-EXACT = Tolerance()
+EXACT = Tolerance(LoadOptions())
 
 _stored_dtypes: ContextVar[bool] = ContextVar("stored_dtypes", default=False)
 
@@ -142,30 +143,27 @@ def fit_checkpoint(
     files: CheckpointFiles,
     *,
     dtype: torch.dtype,
-    strict: bool = True,
-    key_mapping: Mapping[str, str] | None = None,
-    share: tuple[int, int] = (0, 1),
-    mtp: MTP = "keep",
     tolerance: Tolerance = EXACT,
+    share: tuple[int, int] = (0, 1),
 ) -> Fit:
     """Match a checkpoint to a model on meta. Reads only tied tensors that are stored twice, to compare them.
 
     Args:
-        model, files, dtype, strict, key_mapping, mtp, tolerance: See `load_weights`.
+        model, files, dtype, tolerance: See `load_weights`.
         share: `(i, n)`: compare the i-th of n slices of tensors that are stored twice.
 
     Raises:
         CheckpointError: If the checkpoint does not fit. Lists all problems.
     """
-    adapter = StateDictAdapter(model)
-    names = CheckpointNames(model, adapter, files.tensors, key_mapping)
+    options, strict, adapter = tolerance.options, tolerance.options.strict, StateDictAdapter(model)
+    names = CheckpointNames(model, adapter, files.tensors, options.key_mapping)
     _accept_equal_parts(model, adapter, names, files)
     mtp_names = MTPNames(model)
     ignored = [key for key in model._keys_to_ignore_on_load_unexpected or () if not mtp_names.is_pattern(key)]
     computed = former_buffers(model)
     former, ignorable = joined(computed), joined([*ignored, *computed])
     of_mtp = frozenset(mtp_names.among([key for key, tensor in names.found.items() if tensor is None]))
-    keeps_mtp = keeps(model, mtp)
+    keeps_mtp = keeps(model, options.mtp)
     optional = joined(model._keys_to_ignore_on_load_missing or ())
     kept = keeps_unused(model)
     skipped: list[str] = []
@@ -173,16 +171,11 @@ def fit_checkpoint(
     unknown = [
         key for key, tensor in names.found.items() if tensor is None and key not in of_mtp and not ignorable.search(key)
     ]
-    of_head: set[str] = set()
-    of_towers: set[str] = set()
-    if unknown and (tolerance.new_head or is_base_model(model)):
-        of_head = head_keys(model, names.renamed, unknown, files.tensors, key_mapping)
-    if (rest := [key for key in unknown if key not in of_head]) and tolerance.composite is not None:
-        of_towers = tower_keys(model, tolerance.composite, rest, key_mapping)
-    new_head = set(new_head_names(model, adapter.own)) if tolerance.new_head else set()
-    if tolerance.new_head:
+    of_head, of_towers = accepted_parts(model, names.renamed, unknown, files.tensors, options, tolerance.composite)
+    new_head = set(new_head_names(model, adapter.own)) if options.new_head else set()
+    if options.new_head:
         require_head(model, new_head)
-    mismatched = _accepted_mismatches(names, files, tolerance, new_head)
+    mismatched = _accepted_mismatches(names, files, options.ignore_mismatched_sizes, new_head)
     misfits = _misfits(adapter, names, mismatched)
 
     def why_unexpected(key: str) -> str | None:
@@ -218,12 +211,13 @@ def fit_checkpoint(
         found.problems += _tie_problems(adapter, found, files, share)
     if found.problems:
         summary = f"{files.folder} does not fit {class_name(model)}"
-        has_new_head = tolerance.new_head
+        has_new_head = options.new_head
         if predicts_words(model) and unknown:  # a new head does not help if other keys are unknown
-            has_new_head |= not set(unknown) <= head_keys(model, names.renamed, unknown, files.tensors, key_mapping)
+            all_heads = head_keys(model, names.renamed, unknown, files.tensors, options.key_mapping)
+            has_new_head |= not set(unknown) <= all_heads
         advice = advice_for(model, adapter, names, found, new_head=has_new_head, passed=tolerance.passed)
         raise CheckpointError(summary, found.problems, advice)
-    note_mtp(model, files, of_mtp, mtp)
+    note_mtp(model, files, of_mtp, options.mtp)
     dtypes = _target_dtypes(model, adapter, dtype)
     if _stored_dtypes.get():
         dtypes |= {
@@ -253,17 +247,17 @@ def _accept_equal_parts(
 
 
 def _accepted_mismatches(
-    names: CheckpointNames, files: CheckpointFiles, tolerance: Tolerance, new_head: Collection[str]
+    names: CheckpointNames, files: CheckpointFiles, accepts_all: bool, new_head: Collection[str]
 ) -> dict[str, tuple[torch.Size, torch.Size]]:
-    """Return stored shape and model's shape of each key that `tolerance` accepts although they differ."""
-    if not tolerance.mismatched and not new_head:
+    """Return stored shape and model's shape of each key that is accepted although they differ."""
+    if not accepts_all and not new_head:
         return {}
     return {
         key: (torch.Size(files.tensors[key].shape), torch.Size(target.shape))
         for key, target in names.found.items()
         if target is not None
         and files.tensors[key].shape != target.shape
-        and (tolerance.mismatched or all(name in new_head for name in target.parameters))
+        and (accepts_all or all(name in new_head for name in target.parameters))
     }
 
 

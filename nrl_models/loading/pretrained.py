@@ -63,11 +63,8 @@ def _loaded(model_class: type[PreTrainedModel], source: Source) -> tuple[PreTrai
     with on_cpu(), ExitStack() as opened:
         with agreed(options.mesh, "prepare the model"):
             config = config_for(model_class, source.config)
-            if (
-                config is not source.config
-                and quantized_part(config) is None
-                and (part := quantized_part(source.config))
-            ):
+            composite = source.config if config is not source.config else None
+            if composite is not None and quantized_part(config) is None and (part := quantized_part(composite)):
                 config.quantization_config = part.quantization_config
             with blaming(config, f"check {model_class.__name__}", source.overrides):
                 check_config(model_class, config, options.ignore_config_keys)
@@ -88,8 +85,7 @@ def _loaded(model_class: type[PreTrainedModel], source: Source) -> tuple[PreTrai
                 generation_config(model_class, folder)
                 files = CheckpointFiles(folder, options.variant)
                 opened.callback(files.close)
-                tolerance = _tolerance(source, config)
-                quantized = load_quantized(model_class, files, config, options, built_with, source.overrides, tolerance)
+                quantized = load_quantized(model_class, files, config, options, built_with, source.overrides, composite)
                 _require_in_place(source)
                 _require_unchanged(source, files.seen)
                 return quantized
@@ -102,9 +98,8 @@ def _loaded(model_class: type[PreTrainedModel], source: Source) -> tuple[PreTrai
                 model = build_skeleton(model_class, config, dtype, **built_with)
             generation = None if folder is None else generation_config(model_class, folder)
             _require_in_place(source)
-        how: Any = {"dtype": dtype, "device": device, "strict": options.strict, "key_mapping": options.key_mapping}
-        how["mtp"] = options.mtp
-        how["tolerance"] = _tolerance(source, config)
+        passed = tuple(name for name in source.overrides if name not in IMPLEMENTATIONS)
+        how: Any = {"dtype": dtype, "device": device, "tolerance": Tolerance(options, composite, passed)}
         if options.mesh is None:
             fit = load_weights(model, files, **how)
         else:
@@ -158,13 +153,6 @@ def _require_plain_tensors(options: LoadOptions, quantized: PreTrainedConfig | N
             f"{', '.join(others)} with state_dict=: a state dict is loaded as the unquantized tensors that it holds. "
             "Leave out one of them"
         )
-
-
-def _tolerance(source: Source, config: PreTrainedConfig) -> Tolerance:
-    """Return the tolerance for a model built from `config`, all or a part of the checkpoint's configuration."""
-    composite = source.config if config is not source.config else None
-    passed = tuple(name for name in source.overrides if name not in IMPLEMENTATIONS)
-    return Tolerance(source.options.new_head, source.options.ignore_mismatched_sizes, composite, passed)
 
 
 def _implementations(keywords: Mapping[str, Any]) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from nrl_models.common.checkpoint.files import SAVE_AGAIN, CheckpointFiles
 from nrl_models.common.compressed import compressed_files
 from nrl_models.common.config.at_fault import blaming
 from nrl_models.common.logs import get_logger
-from nrl_models.common.modules import class_name, is_base_model, owner_of
+from nrl_models.common.modules import class_name, owner_of
 from nrl_models.common.process_state import BUILDING
 from nrl_models.common.projections import join
 from nrl_models.common.state_dict.kept_tensors import keep, keeps_unused, kept_from
@@ -28,10 +28,10 @@ from nrl_models.common.switches import is_off
 from nrl_models.common.upstream import has_quantizer, quantizer_name, requests_dequantization
 from nrl_models.common.upstream_conversions import Renaming, get_model_conversion_mapping, set_loaded_conversions
 from nrl_models.errors import CheckpointError, ConfigurationError, Problem, ProblemKind, one_line
-from nrl_models.loading.fit import EXACT, Tolerance, former_buffers, joined
+from nrl_models.loading.fit import former_buffers, joined
 from nrl_models.loading.mtp_layers.mtp_notes import keeps, note_mtp
 from nrl_models.loading.names.fit_advice import head_advice, note_not_loaded, require_head
-from nrl_models.loading.names.other_parts import head_keys, new_head_names, tower_keys
+from nrl_models.loading.names.other_parts import accepted_parts, new_head_names
 from nrl_models.loading.options import LoadOptions
 
 logger = get_logger(__name__)
@@ -120,7 +120,7 @@ def require_plain_gguf(file: Path, options: LoadOptions) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Accepted:
-    """Differences that transformers reports and a `Tolerance` accepts."""
+    """Differences that transformers reports and the options accept."""
 
     missing: Collection[Any]
     of_head: Collection[Any]
@@ -138,18 +138,18 @@ class _Accepted:
 
 
 def _accepted(
-    model: PreTrainedModel, info: Mapping[str, Any], files: CheckpointFiles, options: LoadOptions, tolerance: Tolerance
+    model: PreTrainedModel,
+    info: Mapping[str, Any],
+    files: CheckpointFiles,
+    options: LoadOptions,
+    composite: PreTrainedConfig | None,
 ) -> _Accepted:
     unexpected = [str(key) for key in info.get("unexpected_keys", ())]
     renamed = {key: key for key in (*files.tensors, *unexpected)}
-    heads: set[str] = set()
-    towers: set[str] = set()
-    if unexpected and (tolerance.new_head or is_base_model(model)):
-        heads = head_keys(model, renamed, unexpected, files.tensors, options.key_mapping)
-    if tolerance.composite is not None and (rest := [key for key in unexpected if key not in heads]):
-        towers = tower_keys(model, tolerance.composite, rest, options.key_mapping)
-    missing = new_head_names(model, info.get("missing_keys", ())) if tolerance.new_head else []
-    return _Accepted(missing, heads, towers, info.get("mismatched_keys", ()) if tolerance.mismatched else ())
+    heads, towers = accepted_parts(model, renamed, unexpected, files.tensors, options, composite)
+    missing = new_head_names(model, info.get("missing_keys", ())) if options.new_head else []
+    mismatched = info.get("mismatched_keys", ()) if options.ignore_mismatched_sizes else ()
+    return _Accepted(missing, heads, towers, mismatched)
 
 
 def _unused(model: PreTrainedModel, keys: Iterable[str], key_mapping: Mapping[str, str] | None) -> list[str]:
@@ -192,7 +192,7 @@ def load_quantized(
     options: LoadOptions,
     construction: dict[str, Any],
     overrides: Mapping[str, Any],
-    tolerance: Tolerance = EXACT,
+    composite: PreTrainedConfig | None = None,
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
     """Load a quantized checkpoint with transformers. Linears that its quantizers replace are not fused.
 
@@ -201,7 +201,7 @@ def load_quantized(
         opened: The checkpoint's files, validated and open.
         construction: Keywords for the model's constructor.
         overrides: Values of the configuration that were passed as keywords.
-        tolerance: Differences that are accepted.
+        composite: See `Tolerance`.
 
     Returns:
         The model, and transformers' loading info.
@@ -238,10 +238,10 @@ def load_quantized(
     }
     names = MTPNames(model)
     of_mtp = names.among(opened.tensors)  # transformers reports them under other names, experts stacked
-    if tolerance.new_head:
+    if options.new_head:
         require_head(model, new_head_names(model, model.state_dict(keep_vars=True)))
     former = joined(former_buffers(model))
-    accepted = _accepted(model, info, opened, options, tolerance)
+    accepted = _accepted(model, info, opened, options, composite)
     problems = [
         Problem(kind, str(key), "reported by transformers, which loads quantized checkpoints")
         for name, kind in kinds.items()
@@ -251,7 +251,7 @@ def load_quantized(
     ]
     problems += names.incomplete(of_mtp) if keeps(model, options.mtp) else []
     if options.strict and problems:
-        of_head = head_advice(model, sorted(info.get("missing_keys", ())), tolerance.new_head)
+        of_head = head_advice(model, sorted(info.get("missing_keys", ())), options.new_head)
         remedies = ["pass strict=False to load it anyway", *of_head]
         raise CheckpointError(f"{folder} does not fit {model_class.__name__}", problems, remedies)
     if accepted.missing or accepted.mismatched:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 from collections import defaultdict
 from collections.abc import Collection, Mapping
-from typing import Any
 
 import torch
 from torch import nn
@@ -24,7 +23,6 @@ from nrl_models.common.modules import install
 from nrl_models.common.projections import Buffer, join, neighboring_parameters
 from nrl_models.common.state_dict.blocks import Block
 from nrl_models.common.state_dict.layouts import note_loaded_names
-from nrl_models.common.state_dict.mtp import MTP
 from nrl_models.common.upstream import mark_initialized
 from nrl_models.common.upstream_conversions import set_loaded_conversions
 from nrl_models.distributed.checked_plan import plan_for
@@ -48,16 +46,12 @@ def load_sharded(
     *,
     dtype: torch.dtype,
     device: torch.device,
-    strict: bool = True,
-    key_mapping: Mapping[str, str] | None = None,
-    mtp: MTP = "keep",
     tolerance: Tolerance = EXACT,
 ) -> Fit:
     """Shard a model on meta, and load each rank's shards.
 
     Args:
-        model, files, dtype, device, strict, key_mapping, mtp, tolerance: See
-            `nrl_models.loading.weights.load_weights`.
+        model, files, dtype, device, tolerance: See `nrl_models.loading.weights.load_weights`.
         mesh, plan: See `nrl_models.distributed.parallelize`.
 
     Returns:
@@ -73,9 +67,7 @@ def load_sharded(
         # The checkpoint has to fit the complete model, even if this rank holds only some stages.
         sharding, whole = divide_stages(model, mesh, chosen, cut_for(model, mesh, chosen))
         share = (mesh.get_coordinate() or [0])[-1], mesh.size(mesh.ndim - 1)
-        how: Any = {"dtype": dtype, "strict": strict, "key_mapping": key_mapping, "mtp": mtp}
-        how["tolerance"] = tolerance
-        fit = fit_checkpoint(whole, files, share=share, **how)
+        fit = fit_checkpoint(whole, files, dtype=dtype, tolerance=tolerance, share=share)
         for part in (model, whole):
             set_loaded_conversions(part, fit.names.used_conversions())
             note_loaded_names(part, fit.names.loaded)
@@ -87,7 +79,7 @@ def load_sharded(
             "class": type(model).__name__,
             "config": model.config.to_json_string(),
             "dtype": dtype,
-            "mtp": mtp,
+            "mtp": tolerance.options.mtp,
             "plan": chosen,
             "checkpoint": sorted((key, tensor.shape, tensor.dtype) for key, tensor in files.tensors.items()),
         }

@@ -11,7 +11,7 @@ Names and shapes in the files' headers are checked first. Afterwards only the di
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -30,7 +30,6 @@ from nrl_models.common.process_state import BUILDING
 from nrl_models.common.projections import Buffer, join, neighboring_parameters
 from nrl_models.common.state_dict.kept_tensors import keep, kept_from
 from nrl_models.common.state_dict.layouts import note_loaded_names
-from nrl_models.common.state_dict.mtp import MTP
 from nrl_models.common.switches import is_off
 from nrl_models.common.upstream import mark_initialized
 from nrl_models.common.upstream_conversions import set_loaded_conversions
@@ -56,9 +55,6 @@ def load_weights(
     *,
     dtype: torch.dtype,
     device: torch.device | None = None,
-    strict: bool = True,
-    key_mapping: Mapping[str, str] | None = None,
-    mtp: MTP = "keep",
     tolerance: Tolerance = EXACT,
 ) -> Fit:
     """Load the tensors of `files` into a `model` that was built with parameters on meta and buffers with values.
@@ -68,12 +64,7 @@ def load_weights(
         files: The checkpoint.
         dtype: Dtype of the parameters. Parameters that transformers keeps in fp32 stay in fp32.
         device: Device of the parameters; None is the CPU.
-        strict: Whether all tensors must be present and used. Otherwise, missing ones are initialized as in
-            transformers, unexpected ones are skipped, and one warning lists both. Incomplete tensors, duplicates and
-            wrong shapes always raise.
-        key_mapping: Renames the checkpoint's keys first, see `LoadOptions`.
-        mtp: Handling of weights of multi-token prediction, see `LoadOptions`.
-        tolerance: Differences that are accepted even if `strict`.
+        tolerance: Differences that are accepted.
 
     Returns:
         The match of checkpoint and model.
@@ -82,8 +73,7 @@ def load_weights(
         CheckpointError: If the checkpoint does not fit. Lists all problems; the model is unchanged.
     """
     device = device or torch.device("cpu")
-    how: Any = {"strict": strict, "key_mapping": key_mapping, "mtp": mtp, "tolerance": tolerance}
-    fit = fit_checkpoint(model, files, dtype=dtype, **how)
+    fit = fit_checkpoint(model, files, dtype=dtype, tolerance=tolerance)
     _read(model, fit, files, device)
     set_loaded_conversions(model, fit.names.used_conversions())
     note_loaded_names(model, fit.names.loaded)

@@ -27,6 +27,7 @@ from nrl_models.common.state_dict.layouts import base_prefix, renamed_keys
 from nrl_models.common.upstream import architectures_of, text_part
 from nrl_models.common.upstream_conversions import Renaming, get_model_conversion_mapping
 from nrl_models.loading.names.checkpoint_names import CheckpointNames
+from nrl_models.loading.options import LoadOptions
 from nrl_models.loading.shared_classes import shared_classes, takes_config
 
 LAYER_DEPTH = 3
@@ -39,6 +40,22 @@ OTHER_HEADS = (
     "MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES",
 )
 """transformers' mappings from model types to class names, of auto classes that this package does not have."""
+
+
+def accepted_parts(
+    model: PreTrainedModel,
+    renamed: Mapping[str, str],
+    unknown: Collection[str],
+    stored: Mapping[str, StoredTensor],
+    options: LoadOptions,
+    composite: PreTrainedConfig | None,
+) -> tuple[set[str], set[str]]:
+    """Return the unknown keys of heads and of towers that may be left out, see `head_keys` and `tower_keys`."""
+    heads: set[str] = set()
+    if unknown and (options.new_head or is_base_model(model)):
+        heads = head_keys(model, renamed, unknown, stored, options.key_mapping)
+    rest = [key for key in unknown if key not in heads]
+    return heads, tower_keys(model, composite, rest, options.key_mapping) if rest and composite is not None else set()
 
 
 def head_keys(
