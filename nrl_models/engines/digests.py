@@ -32,11 +32,26 @@ def tensor_digest(tensor: torch.Tensor) -> str:
     return digest.hexdigest()
 
 
-def digested(tensors: Iterable[NamedTensor], digests: dict[str, str]) -> Iterator[NamedTensor]:
-    """Yield the same tensors, and add the digest of each to `digests`."""
-    for name, tensor in tensors:
-        digests[name] = tensor_digest(tensor)
-        yield name, tensor
+def digested(tensors: Iterable[NamedTensor], digests: dict[str, str]) -> Iterable[NamedTensor]:
+    """Yield the tensors of a refit, and add the digest of each to `digests` when the next one is requested.
+
+    By then the receiver has checked the tensor. Arguments that are not pairs of name and tensor are passed on, so that
+    the receiver's error describes them.
+
+    Args:
+        tensors: Pairs of Hub name and tensor.
+        digests: Digests by name; filled.
+    """
+    if isinstance(tensors, Mapping) or not isinstance(tensors, Iterable):
+        return tensors
+
+    def stream() -> Iterator[NamedTensor]:
+        for pair in tensors:
+            yield pair
+            name, tensor = pair
+            digests[name] = tensor_digest(tensor)
+
+    return stream()
 
 
 def refit_problems(

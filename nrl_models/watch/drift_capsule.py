@@ -235,7 +235,7 @@ def replay_watch(contents: Contents) -> Replay:
         checks.append(compared("metrics", rows["metrics"], metrics.values(), detail))
         if rows["count"] == rows["of"]:
             evidence = replace(evidence, metrics=metrics)
-    found = event.findings(evidence, () if event.transfer is None else event.transfer.findings())
+    found = event.findings(evidence)
     checks += recomputed(contents, observed)
     again = [finding.to_json() for finding in found]
     causes = ", ".join(f"{finding.level}: {finding.cause}" for finding in found)

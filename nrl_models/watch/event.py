@@ -5,20 +5,19 @@ A watch and a replay of its capsule both call `Event.findings`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import Any
 
 from nrl_models.common.checkpoint.json_reading import parsed
-from nrl_models.engines.engine_types import RefitReport
 from nrl_models.logprobs.metrics import shown_error
 from nrl_models.logprobs.sampling import Sampling
 from nrl_models.watch.diagnosis import DriftEvidence, diagnose_probes, diagnose_step, with_level
 from nrl_models.watch.finding import Cause, Finding, Severity
 from nrl_models.watch.rollout_tensors import uncompared
 from nrl_models.watch.step_metrics import Bars, StepMetrics
-from nrl_models.watch.syncs import Sync, SyncLog
+from nrl_models.watch.syncs import Sync, Transfer
 
 
 class EventKind(StrEnum):
@@ -51,42 +50,6 @@ class StepReport:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Transfer:
-    """A weight sync, and the one before.
-
-    Args:
-        before: the sync before.
-        draft_names: Hub names of draft (MTP) tensors.
-        frozen_syncs: syncs so far in which these stayed the same.
-        sent: digest of each sent tensor; empty if unknown.
-        report: the engine's report; None if there is none.
-        version: number of the weights that the engine reports.
-        learning_rate: largest learning rate since the sync before.
-        partial: tensors that are not sent keep their values.
-    """
-
-    before: Sync
-    draft_names: tuple[str, ...] = ()
-    frozen_syncs: int = 0
-    sent: Mapping[str, str] = field(default_factory=dict)
-    report: RefitReport | None = None
-    version: int | None = None
-    learning_rate: float | None = None
-    partial: bool = False
-
-    def record_in(self, log: SyncLog) -> list[Finding]:
-        """Record the sync, and return its findings."""
-        rate = self.learning_rate
-        return list(log.add(self.sent, self.report, version=self.version, learning_rate=rate, partial=self.partial))
-
-    def findings(self) -> list[Finding]:
-        """Return the findings of the sync."""
-        log = SyncLog(self.draft_names)
-        log.last, log.frozen_syncs = self.before, self.frozen_syncs
-        return self.record_in(log)
-
-
-@dataclass(frozen=True, kw_only=True)
 class Event:
     """A sync or a step.
 
@@ -113,14 +76,14 @@ class Event:
     oldest: int | float = 0
     newest: int = 0
 
-    def findings(self, evidence: DriftEvidence, of_transfer: Sequence[Finding]) -> list[Finding]:
+    def findings(self, evidence: DriftEvidence) -> list[Finding]:
         """Return the findings.
 
         Args:
             evidence: facts and measurements of both sides.
-            of_transfer: findings about the sync, see `Transfer`.
         """
         if self.kind is EventKind.SYNC:
+            of_transfer = () if self.transfer is None else self.transfer.findings()
             return [*of_transfer, *self._tokenizer_findings(), *self._probe_findings(evidence)]
         return self._step_findings(evidence)
 

@@ -14,6 +14,7 @@ from torch import nn
 from nrl_models.common.state_dict.merged import export_adapter
 from nrl_models.consistency.capsule.capsule_file import Limits
 from nrl_models.engines.base import Engine
+from nrl_models.engines.digests import digested
 from nrl_models.engines.engine_types import NamedTensor, RefitReport, Sample
 from nrl_models.errors import UnknownArgumentError
 from nrl_models.logprobs import TokenLogprobs
@@ -22,13 +23,13 @@ from nrl_models.logprobs.sampling import Sampling
 from nrl_models.watch.allowance import Allowance
 from nrl_models.watch.diagnosis import DriftEvidence
 from nrl_models.watch.drift_capsule import CapsuleWriter
-from nrl_models.watch.event import Event, EventKind, StepReport, Transfer
+from nrl_models.watch.event import Event, EventKind, StepReport
 from nrl_models.watch.measured import Measured, Running
 from nrl_models.watch.probes import Probes
 from nrl_models.watch.record import Log, Recorder
 from nrl_models.watch.rollout_tensors import RolloutStep, draft_names, require_options, require_sides, whole_numbers
 from nrl_models.watch.step_metrics import Bars, StepMetrics, step_metrics
-from nrl_models.watch.syncs import Sync, SyncLog, digested_after_check, require_sync, warn_without_digests
+from nrl_models.watch.syncs import Sync, Transfer, require_sync, warn_without_digests
 from nrl_models.watch.trainer_changes import TrainerChanges
 from nrl_models.watch.watch_results import WatchResults
 
@@ -114,8 +115,9 @@ class Watch:
         writer = None if capsule is None else CapsuleWriter(capsule, capsule_limits)
         self._results = WatchResults(Recorder(log), writer, self._ranks)
         self.findings = self._results.findings
-        names, version = () if model is None else draft_names(model), 0 if engine is None else engine.version
-        self._syncs = SyncLog(names, version)
+        version = 0 if engine is None else engine.version
+        self._last, self._frozen_syncs = Sync(version=version), 0
+        self._draft_names = () if model is None else tuple(draft_names(model))
         self._probes = None
         can_probe = engine is not None and engine.capabilities().score and self._ranks == 1
         if model is not None and engine is not None and can_probe:
@@ -136,12 +138,12 @@ class Watch:
     @property
     def version(self) -> int:
         """Number of the weights. Before the first sync: the engine's version, or 0 without an engine."""
-        return self._syncs.last.version
+        return self._last.version
 
     @property
     def last_sync(self) -> Sync:
         """The last sync."""
-        return self._syncs.last
+        return self._last
 
     def follow_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Report weights that change at learning rate 0 of this optimizer, which was made after the watch.
@@ -179,7 +181,7 @@ class Watch:
         if self.model is not None and tensors is None:
             tensors = export_adapter(self.model).iter_export(self.model)
         assert tensors is not None
-        stream = digested_after_check(tensors, sent) if digests else tensors
+        stream = digested(tensors, sent) if digests else tensors
         report = self.engine.refit(stream, digests=digests, partial=partial, **options)
         self.after_sync(sent, report, partial=partial)
         return report
@@ -205,26 +207,25 @@ class Watch:
         """
         require_sync(sent, report)
         version = report.version if version is None and report is not None else version
-        before = self._syncs
         transfer = Transfer(
-            before=before.last,
-            draft_names=tuple(before.draft_names),
-            frozen_syncs=before.frozen_syncs,
+            before=self._last,
+            draft_names=self._draft_names,
+            frozen_syncs=self._frozen_syncs,
             sent=dict(sent or {}),
             report=report,
             version=version,
             learning_rate=self._changes.take_learning_rate(),
             partial=partial,
         )
-        of_transfer = transfer.record_in(self._syncs)
-        warn_without_digests(self._syncs.last, probed=self._probes is not None and self.probe_every > 0)
+        self._last, self._frozen_syncs = transfer.after, transfer.frozen_syncs_after
+        warn_without_digests(self._last, probed=self._probes is not None and self.probe_every > 0)
         self._steps_since_sync = 0
         self._seen_prompts = frozenset(self._prompts)
         event = self._event(
             EventKind.SYNC, self._is_probe_due(), transfer=transfer, tokenizer=tuple(self._changes.of_tokenizer())
         )
         evidence = self._evidence()
-        found = event.findings(evidence, of_transfer)
+        found = event.findings(evidence)
         values: dict[str, float] = {}
         if self._probes is not None and event.probe_bound is not None:
             self._probe_error = values["probe_error"] = evidence.measured.probe_error()
@@ -280,7 +281,7 @@ class Watch:
             newest=self.version,
         )
         evidence = self._evidence(step, metrics)
-        found = event.findings(evidence, ())
+        found = event.findings(evidence)
         if not found:
             self._allowed.learn(metrics.token_mult_prob_error, metrics.tokens)
             self._agreed_at = self.version
@@ -338,7 +339,7 @@ class Watch:
         return DriftEvidence(
             measured=Measured(running),
             sampling=self.sampling,
-            sync=self._syncs.last,
+            sync=self._last,
             steps_since_sync=self._steps_since_sync,
             agreed_at=self._agreed_at,
             history=tuple(self.history),

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from nrl_models.common.logs import get_logger
-from nrl_models.engines.digests import NO_DIGESTS, tensor_digest
-from nrl_models.engines.engine_types import NamedTensor, RefitReport
+from nrl_models.engines.digests import NO_DIGESTS
+from nrl_models.engines.engine_types import RefitReport
 from nrl_models.errors import UnknownArgumentError, shown
 from nrl_models.watch.finding import Cause, Finding, Severity
 
@@ -57,28 +58,6 @@ class Sync:
         return self.changed is not None and not self.changed
 
 
-def digested_after_check(tensors: Iterable[NamedTensor], digests: dict[str, str]) -> Iterable[NamedTensor]:
-    """Yield the tensors of a refit, and add the digest of each to `digests` when the next one is requested.
-
-    By then the engine has checked the tensor. Arguments that are not pairs of name and tensor are passed on, so that
-    the engine's error describes them.
-
-    Args:
-        tensors: Pairs of Hub name and tensor.
-        digests: Digests by name; filled.
-    """
-    if isinstance(tensors, Mapping) or not isinstance(tensors, Iterable):
-        return tensors
-
-    def stream() -> Iterator[NamedTensor]:
-        for pair in tensors:
-            yield pair
-            name, tensor = pair
-            digests[name] = tensor_digest(tensor)
-
-    return stream()
-
-
 def warn_without_digests(sync: Sync, *, probed: bool) -> None:
     """Log once that the engine reports no digests, and how its weights are compared instead.
 
@@ -95,85 +74,87 @@ def warn_without_digests(sync: Sync, *, probed: bool) -> None:
         logger.warning_once(f"{NO_DIGESTS}: {instead}")
 
 
-class SyncLog:
-    """The syncs of a run.
+@dataclass(frozen=True, kw_only=True)
+class Transfer:
+    """A weight sync, and the one before.
 
     Args:
+        before: the sync before.
         draft_names: Hub names of the model's draft (MTP) tensors.
-        version: number of the engine's weights before the first sync.
+        frozen_syncs: syncs before in which the draft tensors stayed the same.
+        sent: digest of each sent tensor; empty if unknown.
+        report: the engine's report; None if there is none.
+        version: number of the weights that the engine reports; None if it reports none.
+        learning_rate: largest learning rate of the optimizer steps since the sync before; None if unknown.
+        partial: tensors that are not sent keep their values.
     """
 
-    def __init__(self, draft_names: Collection[str] = (), version: int = 0) -> None:
-        self.last = Sync(version=version)
-        self.draft_names = frozenset(draft_names)
-        self.frozen_syncs = 0
+    before: Sync
+    draft_names: tuple[str, ...] = ()
+    frozen_syncs: int = 0
+    sent: Mapping[str, str] = field(default_factory=dict)
+    report: RefitReport | None = None
+    version: int | None = None
+    learning_rate: float | None = None
+    partial: bool = False
 
-    def add(
-        self,
-        sent: Mapping[str, str],
-        report: RefitReport | None,
-        *,
-        version: int | None,
-        learning_rate: float | None,
-        partial: bool = False,
-    ) -> Iterator[Finding]:
-        """Record a sync, and yield what is wrong with it.
-
-        Args:
-            sent: digest of each sent tensor; empty if unknown.
-            report: the engine's report; None if there is none.
-            version: number of the weights that the engine reports; None if it reports none.
-            learning_rate: largest learning rate of the optimizer steps since the last sync; None if unknown.
-            partial: tensors that are not sent keep their values.
-        """
-        before = self.last
+    @cached_property
+    def after(self) -> Sync:
+        """The sync."""
+        before, sent, report = self.before, self.sent, self.report
         known = sent.keys() & before.sent.keys()
         changed: frozenset[str] | None = frozenset(name for name in known if before.sent[name] != sent[name])
         if not changed and not (sent and known == sent.keys()):
             changed = None  # other tensors are sent for the first time
-        unwritten = () if report is None else (*report.unwritten, *report.stale_buffers)
-        arrived = {} if report is None else report.digests
-        self.last = Sync(
-            version=before.version + 1 if version is None else version,
+        return Sync(
+            version=before.version + 1 if self.version is None else self.version,
             count=before.count + 1,
-            sent={**before.sent, **sent} if partial and sent else sent,
-            arrived=arrived,
-            unwritten=unwritten,
+            sent={**before.sent, **sent} if self.partial and sent else sent,
+            arrived={} if report is None else report.digests,
+            unwritten=() if report is None else (*report.unwritten, *report.stale_buffers),
             changed=changed,
         )
-        yield from self._missing(sent, () if partial else before.sent.keys(), () if partial else unwritten)
-        if version is not None and version <= before.version:
-            message = f"the engine reports version {version} after this sync, and {before.version} before it"
-            yield Finding(cause=Cause.STALE_WEIGHTS, message=message)
-        if changed and learning_rate == 0:
-            message = f"{len(changed)} of {len(sent)} tensors changed since the last sync, at learning rate 0"
-            yield Finding(cause=Cause.UNEXPECTED_UPDATE, message=message, names=tuple(sorted(changed)))
-        yield from self._frozen_draft(known)
 
-    def _missing(
-        self, sent: Mapping[str, str], earlier: Collection[str], unwritten: Collection[str]
-    ) -> Iterator[Finding]:
-        arrived = self.last.arrived
-        problems = {
-            "were not written in the engine": list(unwritten),
-            "were sent before, and not in this sync": [name for name in earlier if sent and name not in sent],
-        }
-        if sent and arrived:
-            problems |= {
-                "were sent and did not arrive": [name for name in sent if name not in arrived],
-                "arrived changed": [name for name, digest in sent.items() if arrived.get(name, digest) != digest],
-            }
-        for problem, names in problems.items():
-            if names:
-                message = f"{len(names)} tensors {problem}"
-                yield Finding(cause=Cause.MISSING_WEIGHTS, message=message, names=tuple(sorted(names)))
-
-    def _frozen_draft(self, known: Collection[str]) -> Iterator[Finding]:
-        changed = self.last.changed
-        names = self.draft_names.intersection(known)
+    @property
+    def frozen_syncs_after(self) -> int:
+        """`frozen_syncs` with this sync. It counts only syncs in which the model changed."""
+        names, changed = self._known_drafts, self.after.changed
         if not names or not changed:
-            return
-        self.frozen_syncs = 0 if changed & names else self.frozen_syncs + 1
-        if self.frozen_syncs == DRAFT_SYNCS:
+            return self.frozen_syncs
+        return 0 if changed & names else self.frozen_syncs + 1
+
+    @property
+    def _known_drafts(self) -> set[str]:
+        """Draft tensors of this sync and of one before."""
+        return {*self.draft_names} & self.sent.keys() & self.before.sent.keys()
+
+    def findings(self) -> Iterator[Finding]:
+        """Yield what is wrong with the sync."""
+        before, changed, names = self.before, self.after.changed, self._known_drafts
+        for problem, missing in self._missing().items():
+            if missing:
+                message = f"{len(missing)} tensors {problem}"
+                yield Finding(cause=Cause.MISSING_WEIGHTS, message=message, names=tuple(sorted(missing)))
+        if self.version is not None and self.version <= before.version:
+            message = f"the engine reports version {self.version} after this sync, and {before.version} before it"
+            yield Finding(cause=Cause.STALE_WEIGHTS, message=message)
+        if changed and self.learning_rate == 0:
+            message = f"{len(changed)} of {len(self.sent)} tensors changed since the last sync, at learning rate 0"
+            yield Finding(cause=Cause.UNEXPECTED_UPDATE, message=message, names=tuple(sorted(changed)))
+        if self.frozen_syncs < self.frozen_syncs_after == DRAFT_SYNCS:
             message = f"{len(names)} draft tensors did not change in {DRAFT_SYNCS} syncs in which the model changed"
             yield Finding(cause=Cause.FROZEN_DRAFT, level=Severity.WARNING, message=message, names=tuple(sorted(names)))
+
+    def _missing(self) -> dict[str, list[str]]:
+        """Return names of tensors by problem."""
+        sent, arrived = self.sent, self.after.arrived
+        problems: dict[str, list[str]] = {}
+        if not self.partial:
+            problems["were not written in the engine"] = list(self.after.unwritten)
+            problems["were sent before, and not in this sync"] = [
+                name for name in self.before.sent if sent and name not in sent
+            ]
+        if sent and arrived:
+            problems["were sent and did not arrive"] = [name for name in sent if name not in arrived]
+            problems["arrived changed"] = [name for name, digest in sent.items() if arrived.get(name, digest) != digest]
+        return problems

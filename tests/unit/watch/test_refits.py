@@ -14,7 +14,7 @@ from nrl_models.consistency.capsule.capsule_file import Contents
 from nrl_models.errors import DriftError, EngineError
 from nrl_models.watch.drift_capsule import replay_watch
 from nrl_models.watch.finding import Cause, Finding
-from nrl_models.watch.syncs import DRAFT_SYNCS, SyncLog
+from nrl_models.watch.syncs import DRAFT_SYNCS, Sync, Transfer
 
 NAME, OTHER = "model.layers.0.mlp.up_proj.weight", "model.layers.1.mlp.up_proj.weight"
 
@@ -77,31 +77,37 @@ def test_partial_refit_is_not_a_failure() -> None:
 
 
 def test_first_sync_of_tensor_is_not_a_change() -> None:
-    log = SyncLog(draft_names=["draft"])
+    last = Sync(version=0)
 
-    def add(sent: dict[str, str], **options: bool) -> list[Finding]:
-        return list(log.add(sent, None, version=None, learning_rate=0.0, **options))
+    def add(sent: dict[str, str], *, partial: bool = False) -> list[Finding]:
+        nonlocal last
+        transfer = Transfer(before=last, draft_names=("draft",), sent=sent, learning_rate=0.0, partial=partial)
+        last = transfer.after
+        return list(transfer.findings())
 
     assert add({"a": "1", "b": "1"}, partial=True) == []
     assert add({"draft": "1"}, partial=True) == []
-    assert log.last.changed is None
-    assert not log.last.same_weights
+    assert last.changed is None
+    assert not last.same_weights
     assert add({"a": "1", "b": "1", "draft": "1", "c": "1"}) == []
-    assert log.last.changed is None
+    assert last.changed is None
     assert add({"a": "1", "b": "1", "draft": "1", "c": "1"}) == []
-    assert log.last.same_weights
+    assert last.same_weights
     (finding,) = add({"a": "1", "b": "2", "draft": "1", "c": "1", "d": "1"})
     assert finding.cause is Cause.UNEXPECTED_UPDATE
     assert finding.names == ("b",)
-    assert log.last.changed == {"b"}
+    assert last.changed == {"b"}
 
 
 def test_first_sync_of_draft_is_not_frozen() -> None:
-    log = SyncLog(draft_names=["draft"])
+    last, frozen = Sync(version=0), 0
     for step in range(DRAFT_SYNCS + 1):
         sent = {"a": str(step)} | ({"draft": "1"} if step else {})
-        assert not list(log.add(sent, None, version=None, learning_rate=1.0, partial=True))
-    assert log.frozen_syncs == DRAFT_SYNCS - 1
+        options: Any = {"draft_names": ("draft",), "sent": sent, "learning_rate": 1.0, "partial": True}
+        transfer = Transfer(before=last, frozen_syncs=frozen, **options)
+        assert not list(transfer.findings())
+        last, frozen = transfer.after, transfer.frozen_syncs_after
+    assert frozen == DRAFT_SYNCS - 1
 
 
 def test_partial_refit_omitting_changed_tensor_raises(tmp_path: Path) -> None:
