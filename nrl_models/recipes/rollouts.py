@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from nrl_models.common.forward.evaluation import evaluating
+from nrl_models.common.forward.evaluation import autocast, evaluating
 from nrl_models.common.logs import get_logger
 from nrl_models.common.value_checks import is_integer
 from nrl_models.engines.base import Engine
@@ -39,7 +39,7 @@ from nrl_models.losses.named import PolicyLoss
 from nrl_models.losses.rewards import unchecked_advantages
 from nrl_models.recipes.policy_batch import Question, Rollouts, SampleBatch, finite_groups
 from nrl_models.recipes.recipe import NonFinite
-from nrl_models.recipes.weight_updates import clipped_update, computing_in
+from nrl_models.recipes.weight_updates import clipped_update
 from nrl_models.watch import Watch
 
 logger = get_logger(__name__)
@@ -320,7 +320,7 @@ class PolicyLoop:
     def _logprobs(self, model: Any, batch: SampleBatch, sampling: Sampling, **loss: Any) -> TokenLogprobs:
         """Compute log-probabilities of the sampled tokens, `(batch, max_length)`, and the gradient of a loss."""
         sampling = sampling.processing
-        with computing_in(self.compute, self.model.device):
+        with autocast(self.model.device, self.compute):
             return rollout_logprobs(
                 model, batch.sequences, score=batch.score, row_tokens=self.row_tokens, model_inputs=batch.model_inputs,
                 temperature=sampling.temperature, top_k=sampling.top_k, top_p=sampling.top_p, **loss,

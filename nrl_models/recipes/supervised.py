@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 
-from nrl_models.common.forward.evaluation import evaluating
+from nrl_models.common.forward.evaluation import autocast, evaluating
 from nrl_models.logprobs import LossTerms, TokenLogprobs, token_logprobs
 from nrl_models.losses import dpo_loss, misordered, ranking_loss, sequence_logprobs
 from nrl_models.losses.named import NamedLoss, PreferenceLoss, RankingLoss
 from nrl_models.recipes.rows import padded_rows
-from nrl_models.recipes.weight_updates import clipped_update, computing_in
+from nrl_models.recipes.weight_updates import clipped_update
 
 Sequences = list[tuple[list[int], list[bool]]]
 """Sequences of a row: token ids, and a mask of the answer's tokens. A pair has two, the chosen one first."""
@@ -67,7 +67,7 @@ class SupervisedLoop:
         loss, scores = 0.0, []
         for start in range(0, count, self.micro_batch):
             part = batch[start : start + self.micro_batch]
-            with computing_in(self.compute, self.model.device):
+            with autocast(self.model.device, self.compute):
                 of_part, found = self._loss(part, len(part) / count, answers)
             of_part.backward()
             loss += of_part.item()

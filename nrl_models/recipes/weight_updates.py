@@ -1,10 +1,8 @@
-"""Parts of a training step that every loss shares: precision, and the update of the weights."""
+"""The update of the weights, which every loss shares."""
 
 from __future__ import annotations
 
 import math
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 
 import torch
 from torch import nn
@@ -33,8 +31,3 @@ def clipped_update(model: nn.Module, optimizer: torch.optim.Optimizer, most: flo
         optimizer.zero_grad()
         logger.warning(f"the gradient norm is {norm}: this update is skipped")
     return {"gradient_norm": norm, "skipped_updates": float(not finite)}
-
-
-def computing_in(dtype: torch.dtype, device: torch.device) -> AbstractContextManager[Any]:
-    """Return torch's autocast for bfloat16, and a null context for fp32."""
-    return nullcontext() if dtype == torch.float32 else torch.autocast(device.type, dtype)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from nrl_models.common.dtypes import dtype_name
-from nrl_models.common.forward.evaluation import evaluating
+from nrl_models.common.forward.evaluation import autocast, evaluating
 from nrl_models.common.model_components.routers import routers_of
 from nrl_models.common.modules import device_of, innermost
 from nrl_models.consistency.capsule.module_comparison import ComparedSide, ModuleComparison
@@ -22,7 +22,7 @@ from nrl_models.engines.scores import padded
 from nrl_models.errors import CapsuleError, NRLModelsError
 from nrl_models.logprobs import rollout_logprobs
 from nrl_models.logprobs.sampling import Sampling
-from nrl_models.watch.probes import Probes, autocast, error
+from nrl_models.watch.probes import Probes, error
 
 MODULES = "modules.engine"
 """Name of the comparison of modules."""

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 
-from nrl_models.common.forward.evaluation import evaluating
+from nrl_models.common.forward.evaluation import autocast, evaluating
 from nrl_models.common.modules import device_of, innermost, input_embeddings, peft_modules
 from nrl_models.engines.base import Engine
 from nrl_models.engines.scores import final_scores
@@ -143,11 +143,6 @@ class Probes:
         with torch.no_grad(), evaluating(self.model), autocast(device, dtype):
             found = rollout_logprobs(self.model, rows)
         return found.logprobs[:, 1:].double().cpu()
-
-
-def autocast(device: torch.device, dtype: torch.dtype | None) -> AbstractContextManager[Any]:
-    """Return torch's autocast, or a context manager without effect for None and fp32."""
-    return nullcontext() if dtype in (None, torch.float32) else torch.autocast(device.type, dtype)
 
 
 @contextmanager

@@ -1,9 +1,9 @@
-"""Training and evaluation mode, changed for the duration of a block."""
+"""Training and evaluation mode, and precision, changed for the duration of a block."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -12,6 +12,11 @@ from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from nrl_models.common.recording import forward_replaced
+
+
+def autocast(device: torch.device, dtype: torch.dtype | None) -> AbstractContextManager[Any]:
+    """Return torch's autocast, or a context manager without effect for None and fp32."""
+    return nullcontext() if dtype in (None, torch.float32) else torch.autocast(device.type, dtype)
 
 
 @contextmanager
