@@ -221,7 +221,7 @@ class Engine(GuardedCalls):
 
         def sent() -> Iterator[list[NamedTensor]]:
             limit = self.bucket_bytes if bucket_bytes is None else bucket_bytes
-            for bucket in buckets(finite(tensors), limit):
+            for bucket in grouped_tensors(finite(tensors), limit):
                 sizes.append([tensor.nbytes for _, tensor in bucket])
                 yield bucket
 
@@ -312,8 +312,3 @@ class Engine(GuardedCalls):
             EngineError: If the engine cannot record modules, or `decode_last` is set for a single token.
         """
         raise EngineError(f"the modules of {self.name} cannot be recorded")
-
-
-def buckets(tensors: Iterable[NamedTensor], max_bytes: int | None) -> Iterator[list[NamedTensor]]:
-    """Group tensors into buckets of `max_bytes` at most; a larger tensor gets a separate one. See `grouped_tensors`."""
-    return grouped_tensors(tensors, max_bytes)

@@ -25,11 +25,9 @@ import torch
 
 from nrl_models.common.checkpoint.resolve_folder import resolve_folder
 from nrl_models.common.config.generation import generation_settings
-from nrl_models.common.state_dict.buckets import on_host
 from nrl_models.common.trust.servers import hidden
 from nrl_models.common.value_checks import is_number
 from nrl_models.engines.base import Engine
-from nrl_models.engines.digests import digested
 from nrl_models.engines.engine_types import (
     BUCKET_BYTES,
     VLLM_TEMPERATURES,
@@ -275,13 +273,11 @@ class HTTPEngine(Engine):
             ) from error
         if there != self._sender.last_version:
             self._sender.forget()  # the server was restarted, or received weights from another trainer
-        arrived: dict[str, str] = {}
-        tensors = on_host(chain.from_iterable(sent), self._sender.bucket_bytes)
         try:
             self._client.pause()
             # Unique, because the versions of two trainers may have the same number.
             version = f"{self._sender.version + 1}-{self._run}"
-            self._sender.send(digested(tensors, arrived) if digests else tensors, version)
+            _, arrived = self._sender.send(chain.from_iterable(sent), version)
         except BaseException:
             if not self._refit_changed():
                 with suppress(EngineError):  # it has died
@@ -294,7 +290,7 @@ class HTTPEngine(Engine):
         self._client.resume()
         self._settled, self._sent = True, now
         # The server compares the tensors with their digests, and raises an error if a parameter is left unwritten.
-        return {"digests": arrived, "unwritten": [], "stale_buffers": []}
+        return {"digests": arrived if digests else {}, "unwritten": [], "stale_buffers": []}
 
     def _refit_changed(self) -> bool:
         # The server has the new weights, but may still use cached results of the old ones, or be paused.

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any, Protocol
 
-from nrl_models.common.state_dict.buckets import on_host
-from nrl_models.engines.base import buckets
+from nrl_models.common.state_dict.buckets import grouped_tensors, on_host
 from nrl_models.engines.digests import tensor_digest
 from nrl_models.engines.engine_types import BUCKET_BYTES, NamedTensor
 from nrl_models.engines.transfer.deltas import DeltaWriter
 from nrl_models.engines.transfer.segments import Segment
-from nrl_models.engines.transfer.updates import PROTOCOL, Update, UpdateKind, Weights, digest_of, made_of
+from nrl_models.engines.transfer.updates import PROTOCOL, Update, Weights, digest_of, made_of
 from nrl_models.errors import EngineError, listed
 
 ABANDON = {"abandon": True}
@@ -34,27 +32,6 @@ class SyncClient(Protocol):
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
         """End an update, and name its version."""
-
-
-@dataclass(frozen=True, slots=True)
-class Sent:
-    """An update that was sent.
-
-    Args:
-        version: Name of the version.
-        kind: Whether all weights or only changes were sent.
-        nbytes: Bytes sent.
-        dense_nbytes: Size of all weights.
-        tensors: Number of tensors of the model.
-        changed: Names of tensors that changed since the previous version; all names in a dense update.
-    """
-
-    version: str
-    kind: UpdateKind
-    nbytes: int
-    dense_nbytes: int
-    tensors: int
-    changed: tuple[str, ...]
 
 
 class Sender:
@@ -98,7 +75,7 @@ class Sender:
             self.client.init_weight_transfer_engine({"protocol": PROTOCOL, "deltas": self.deltas})
             self._is_ready = True
 
-    def send(self, tensors: Iterable[NamedTensor], version: str | None = None) -> Sent:
+    def send(self, tensors: Iterable[NamedTensor], version: str | None = None) -> tuple[Update, Mapping[str, str]]:
         """Send new weights to the engine.
 
         Afterwards the engine has all new weights or all old weights. If neither is possible, it raises on every call.
@@ -106,6 +83,9 @@ class Sender:
         Args:
             tensors: All weights, as pairs of hub name and tensor from `StateDictAdapter.iter_export`.
             version: Name of the version. Default: a counter.
+
+        Returns:
+            The update, whose segments are closed, and the `tensor_digest` of each tensor by hub name.
 
         Raises:
             EngineError: If the engine is not a vLLM with this library's backend, cannot be reached, or rejects the
@@ -119,9 +99,11 @@ class Sender:
         try:
             tensors = on_host(tensors, self.bucket_bytes)
             if last is None:
-                update, sent = self._dense(tensors, version, segments)
+                digests = self._write_all(tensors, segments)
+                update = Update(version, digest_of(digests), tuple(segments))
             else:
-                update, sent = self._delta(tensors, version, last, segments)
+                digests = self._write_changes(tensors, last, segments)
+                update = Update(version, digest_of(digests), tuple(segments), last.version, last.digest)
             if self.deltas:
                 # The same computation as in the engine, from the same memory.
                 last = made_of(update, last)[0]
@@ -130,34 +112,20 @@ class Sender:
             for segment in segments:
                 segment.close()
         self._last, self.last_version = last if self.deltas else None, version
-        return sent
+        return update, digests
 
-    def _dense(self, tensors: Iterable[NamedTensor], version: str, segments: list[Segment]) -> tuple[Update, Sent]:
+    def _write_all(self, tensors: Iterable[NamedTensor], segments: list[Segment]) -> dict[str, str]:
+        """Write all tensors into new segments. Returns their digests."""
         digests: dict[str, str] = {}
-        size = 0
-        for bucket in buckets(tensors, self.bucket_bytes):
+        for bucket in grouped_tensors(tensors, self.bucket_bytes):
             digests |= {name: tensor_digest(tensor) for name, tensor in bucket}
-            size += sum(tensor.nbytes for _, tensor in bucket)
             segments.append(Segment.write(dict(bucket)))
-        update = Update(UpdateKind.DENSE, version, digest_of(digests), tuple(segments))
-        return update, Sent(version, UpdateKind.DENSE, size, size, len(digests), tuple(digests))
+        return digests
 
-    def _delta(
-        self, tensors: Iterable[NamedTensor], version: str, last: Weights, segments: list[Segment]
-    ) -> tuple[Update, Sent]:
-        digests, seen, dense_size = dict(last.digests), set(), 0
-        changed: list[str] = []
-        size = 0
+    def _write_changes(self, tensors: Iterable[NamedTensor], last: Weights, segments: list[Segment]) -> dict[str, str]:
+        """Write the changes since the last version into new segments. Returns the digests of all tensors."""
+        digests, seen = dict(last.digests), set()
         writer = DeltaWriter()
-
-        def flush() -> None:
-            nonlocal size, writer
-            size += writer.nbytes
-            changed.extend(writer.names)
-            if writer.names:
-                segments.append(Segment.write(*writer.message()))
-            writer = DeltaWriter()
-
         for name, tensor in tensors:
             if last.specs.get(name) != (tensor.dtype, tuple(tensor.shape)):
                 raise EngineError(
@@ -165,16 +133,16 @@ class Sender:
                     "another Sender for another model. The next update of this Sender sends all weights"
                 )
             seen.add(name)
-            dense_size += tensor.nbytes
             if writer.add(name, last.tensors[name], tensor):
                 digests[name] = tensor_digest(tensor)
             if writer.nbytes > self.bucket_bytes:
-                flush()
-        flush()
+                segments.append(Segment.write(writer.tensors))
+                writer = DeltaWriter()
+        if writer.tensors:
+            segments.append(Segment.write(writer.tensors))
         if missing := sorted(last.specs.keys() - seen):
             raise EngineError(f"{len(missing)} tensors of the version sent before are missing: {listed(missing)}")
-        update = Update(UpdateKind.DELTA, version, digest_of(digests), tuple(segments), last.version, last.digest)
-        return update, Sent(version, UpdateKind.DELTA, size, dense_size, len(seen), tuple(changed))
+        return digests
 
     def _deliver(self, update: Update) -> None:
         """Send an update to the engine. If a step fails, the engine discards it."""
@@ -200,9 +168,3 @@ class Sender:
     def _drop(self) -> None:
         self.client.update_weights(ABANDON)
         self.client.finish_weight_update()
-
-
-def consumed(tensors: Iterable[Any]) -> None:
-    """Exhaust `tensors` on ranks that do not send, because gathering involves all ranks."""
-    for _ in tensors:
-        pass

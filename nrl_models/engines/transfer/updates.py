@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from enum import StrEnum, auto
 from functools import cached_property
 from typing import Any
 
@@ -21,33 +20,22 @@ from nrl_models.engines.transfer.deltas import patched
 from nrl_models.engines.transfer.segments import Segment
 from nrl_models.errors import EngineError, itemised, shown
 
-PROTOCOL = 1
+PROTOCOL = 2
 """Version of the message format between trainer and engine. Other versions raise an error."""
-
-
-class UpdateKind(StrEnum):
-    """Contents of an update."""
-
-    DENSE = auto()
-    """All tensors."""
-    DELTA = auto()
-    """Only changes since the previous version."""
 
 
 @dataclass(frozen=True)
 class Update:
-    """Description of an update; its tensors are in the segments.
+    """Description of an update: a delta if it has a base version, or else all weights.
 
     Args:
-        kind: Contents of the segments.
         version: Name of the version.
         digest: Digest of the weights after the update, see `Weights.digest`.
-        segments: Locations of its tensors.
+        segments: Locations of its tensors or changes.
         base: Name of the base version of a delta.
         base_digest: Digest of the base version.
     """
 
-    kind: UpdateKind
     version: str
     digest: str
     segments: tuple[Segment, ...]
@@ -57,7 +45,7 @@ class Update:
     def to_json(self) -> dict[str, Any]:
         """Convert the update to JSON types, without its tensors. `of_json` parses the result."""
         texts = {"version": self.version, "digest": self.digest, "base": self.base, "base_digest": self.base_digest}
-        return {"kind": str(self.kind), **texts, "segments": [segment.to_json() for segment in self.segments]}
+        return {**texts, "segments": [segment.to_json() for segment in self.segments]}
 
     @staticmethod
     def of_json(value: Mapping[str, Any]) -> Update:
@@ -66,15 +54,15 @@ class Update:
         Raises:
             EngineError: If the value is not an update.
         """
-        texts = ("kind", "version", "digest", "base", "base_digest")
+        texts = ("version", "digest", "base", "base_digest")
         fits = value.keys() == {*texts, "segments"} and all(isinstance(value[key], str) for key in texts)
-        if not fits or value["kind"] not in tuple(UpdateKind) or not isinstance(value["segments"], list):
+        if not fits or not isinstance(value["segments"], list):
             raise EngineError(
-                f"{shown(dict(value))} is not an update of weights: expected {', '.join(texts)} and segments, with a "
-                f"kind of {', '.join(UpdateKind)}, as sent by a trainer with this library"
+                f"{shown(dict(value))} is not an update of weights: expected {', '.join(texts)} and segments, as sent "
+                "by a trainer with this library"
             )
         segments = tuple(Segment.of_json(segment) for segment in value["segments"])
-        return Update(UpdateKind(value["kind"]), segments=segments, **{key: value[key] for key in texts[1:]})
+        return Update(segments=segments, **{key: value[key] for key in texts})
 
 
 @dataclass(frozen=True)
@@ -133,10 +121,10 @@ def made_of(update: Update, last: Weights | None) -> tuple[Weights, frozenset[st
         EngineError: If a segment cannot be read, the update has another base version or is damaged, or its tensors do
             not match the previous version. Lists all mismatched tensors.
     """
-    if update.kind is UpdateKind.DENSE:
+    if not update.base_digest:
         tensors: dict[str, torch.Tensor] = {}
         for segment in update.segments:
-            tensors |= segment.read()[0]
+            tensors |= segment.read()
         made = Weights.of(update.version, tensors)
         if last is not None:
             _require_same_tensors(made, last)
@@ -154,7 +142,7 @@ def made_of(update: Update, last: Weights | None) -> tuple[Weights, frozenset[st
             )
         found: dict[str, torch.Tensor] = {}
         for segment in update.segments:
-            found |= dict(patched(last.tensors, *segment.read()))
+            found |= dict(patched(last.tensors, segment.read()))
         made, changed = last.after(update.version, found), frozenset(found)
     if made.digest != update.digest:
         raise EngineError(

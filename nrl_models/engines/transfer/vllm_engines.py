@@ -27,7 +27,7 @@ from nrl_models.common.state_dict.merged import export_adapter
 from nrl_models.engines.engine_types import BUCKET_BYTES, NamedTensor
 from nrl_models.engines.transfer.receiver import Receiver
 from nrl_models.engines.transfer.reload import WeightReload
-from nrl_models.engines.transfer.sender import ABANDON, Sender, Sent, consumed
+from nrl_models.engines.transfer.sender import ABANDON, Sender
 from nrl_models.engines.transfer.sent_tensors import finite
 from nrl_models.engines.transfer.updates import PROTOCOL, Update
 from nrl_models.engines.transfer.vllm_plugin import NAME
@@ -215,7 +215,7 @@ class SharedMemoryTrainer(TrainerWeightTransferEngine[SharedMemoryTrainerInit]):
 
     init_info_cls = SharedMemoryTrainerInit
     sender: Sender
-    sent: Sent | None = None
+    sent: Update | None = None
 
     @classmethod
     def trainer_init(
@@ -242,6 +242,7 @@ class SharedMemoryTrainer(TrainerWeightTransferEngine[SharedMemoryTrainerInit]):
         """Send one update to the engine, see `Sender.send`. Every rank has to call this."""
         assert self.source is not None
         if self.is_sender:
-            self.sent = self.sender.send(finite(self.source))
+            self.sent, _ = self.sender.send(finite(self.source))
         else:
-            consumed(self.source)
+            for _ in self.source:  # gathering involves all ranks
+                pass

@@ -15,7 +15,7 @@ import torch
 
 from nrl_models.common.checkpoint.stored_tensors import DTYPES
 from nrl_models.engines.transfer.segments import Segment
-from nrl_models.engines.transfer.updates import Update, UpdateKind, Weights, made_of
+from nrl_models.engines.transfer.updates import Update, Weights, made_of
 from nrl_models.errors import EngineError
 
 TENSORS = {
@@ -34,12 +34,11 @@ sys.stdin.readline()
 
 
 def test_segment_round_trip() -> None:
-    segment = Segment.write(TENSORS, {"key": "value"})
+    segment = Segment.write(TENSORS)
     try:
-        tensors, text = Segment.of_json(json.loads(json.dumps(segment.to_json()))).read()
+        tensors = Segment.of_json(json.loads(json.dumps(segment.to_json()))).read()
     finally:
         segment.close()
-    assert text == {"key": "value"}
     torch.testing.assert_close(tensors, TENSORS, rtol=0, atol=0)
     tensors["a"][0] = 5.0  # changes this process only, and outlives the segment
     assert tensors["a"].sum() == 50
@@ -54,7 +53,7 @@ def test_segment_round_trip_for_every_dtype() -> None:
     }
     segment = Segment.write(tensors)
     try:
-        read_tensors, _ = segment.read()
+        read_tensors = segment.read()
         assert segment.nbytes == os.fstat(segment.descriptor).st_size
     finally:
         segment.close()
@@ -88,7 +87,7 @@ def test_segment_after_writer_is_killed() -> None:
     writer = subprocess.Popen([sys.executable, "-c", WRITE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert writer.stdout is not None
     segment = Segment.of_json(json.loads(writer.stdout.readline()))
-    tensors, _ = segment.read()
+    tensors = segment.read()
     writer.send_signal(signal.SIGKILL)
     writer.communicate()
     assert tensors["a"].sum() == 45
@@ -141,7 +140,7 @@ def test_tied_head_added_or_removed_between_versions(is_first: bool, head: torch
     before, after = (both, tied) if is_first else (tied, both)
     segment = Segment.write(after)
     try:
-        update = Update(UpdateKind.DENSE, "2", Weights.of("2", after).digest, (segment,))
+        update = Update("2", Weights.of("2", after).digest, (segment,))
         if problem:
             with pytest.raises(EngineError, match=problem):
                 made_of(update, Weights.of("1", before))

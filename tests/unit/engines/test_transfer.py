@@ -12,12 +12,13 @@ import torch
 from transformers import PreTrainedModel
 
 from nrl_models import registry
+from nrl_models.engines.digests import tensor_digest
 from nrl_models.engines.engine_types import NamedTensor
 from nrl_models.engines.transfer import updates
 from nrl_models.engines.transfer.receiver import Receiver
 from nrl_models.engines.transfer.segments import Segment
 from nrl_models.engines.transfer.sender import ABANDON, Sender
-from nrl_models.engines.transfer.updates import Update, UpdateKind, Weights
+from nrl_models.engines.transfer.updates import Update, Weights
 from nrl_models.errors import EngineError, MixedWeightsError
 from nrl_models.testing.case import randomize
 from nrl_models.testing.tiny import tiny_config
@@ -182,6 +183,10 @@ def served(trainer: PreTrainedModel, **options: Any) -> tuple[Workers, Sender]:
     return workers, Sender(workers, **options)
 
 
+def nbytes(update: Update) -> int:
+    return sum(segment.nbytes for segment in update.segments)
+
+
 QUICK = ("BitNetForCausalLM", "DeepseekV3ForCausalLM", "Qwen3MoeForCausalLM")
 
 
@@ -192,29 +197,32 @@ def test_deltas_match_dense_updates(architecture: str) -> None:
     assert len(ARCHITECTURES) >= 30
     trainer = model_of(architecture, torch.float32 if len(architecture) % 2 else torch.bfloat16)
     workers, sender = served(trainer)
-    assert sender.send(exported(trainer)).kind is UpdateKind.DENSE
+    dense, digests = sender.send(exported(trainer))
+    assert not dense.base
     assert not different_tensors(workers.model.state_dict(), trainer.state_dict())
     generator = torch.Generator().manual_seed(len(architecture))
     layers = [name for name in trainer.state_dict() if ".0." in name]
     for number in range(DELTAS):
         share = [0.0, 1e-4, 0.01, 0.05, 1.0][number % 5]
         train(trainer, share, generator, only=layers[number % len(layers)] if number % 3 == 2 else "")
-        sent = sender.send(exported(trainer))
-        assert sent.kind is UpdateKind.DELTA
-        assert sent.nbytes <= sent.dense_nbytes
-        assert set(workers.loaded) <= set(sent.changed)
+        before = digests
+        update, digests = sender.send(exported(trainer))
+        assert digests == {name: tensor_digest(tensor) for name, tensor in exported(trainer)}
+        assert update.base == str(number + 1)
+        assert nbytes(update) <= nbytes(dense) + 200 * len(digests)  # a tensor has up to two entries in the header
+        assert set(workers.loaded) <= {name for name in digests if digests[name] != before[name]}
         assert not different_tensors(workers.model.state_dict(), trainer.state_dict())
         assert workers.receiver.weights is not None
-        assert workers.receiver.weights.version == sent.version == str(number + 2)
+        assert workers.receiver.weights.version == update.version == str(number + 2)
 
 
 def test_delta_size_of_one_percent_changes(llama: PreTrainedModel) -> None:
     trainer = copy.deepcopy(llama)
     workers, sender = served(trainer)
-    sender.send(exported(trainer))
+    dense, _ = sender.send(exported(trainer))
     train(trainer, 0.01, torch.Generator().manual_seed(0))
-    sent = sender.send(exported(trainer))
-    assert sent.nbytes <= 0.05 * sent.dense_nbytes
+    update, _ = sender.send(exported(trainer))
+    assert nbytes(update) <= 0.05 * nbytes(dense)
     assert not different_tensors(workers.model.state_dict(), trainer.state_dict())
 
 
@@ -232,7 +240,7 @@ def test_receiver_keeps_no_tensors_without_deltas(llama: PreTrainedModel) -> Non
     workers, sender = served(trainer, deltas=False)
     for _ in range(2):
         train(trainer, 0.01, torch.Generator().manual_seed(0))
-        assert sender.send(exported(trainer)).kind is UpdateKind.DENSE
+        assert not sender.send(exported(trainer))[0].base
         assert not different_tensors(workers.model.state_dict(), trainer.state_dict())
     assert workers.receiver.weights is not None
     assert not workers.receiver.weights.tensors
@@ -275,10 +283,10 @@ def test_trainer_crash_leaves_consistent_version(llama: PreTrainedModel, step: s
     assert workers.mixed_weights_error is None
     train(trainer, 0.01, generator)
     other = Sender(workers)
-    assert other.send(exported(trainer)).kind is UpdateKind.DENSE
+    assert not other.send(exported(trainer))[0].base
     assert not different_tensors(workers.model.state_dict(), trainer.state_dict())
     train(trainer, 0.01, generator)
-    assert sender.send(exported(trainer)).kind is UpdateKind.DENSE  # the first one after a failure is also dense
+    assert not sender.send(exported(trainer))[0].base  # the first one after a failure is also dense
     assert not different_tensors(workers.model.state_dict(), trainer.state_dict())
 
 
@@ -332,7 +340,7 @@ def test_partially_applied_update_raises_until_dense_update(llama: PreTrainedMod
     assert sender.in_doubt
     assert workers.mixed_weights_error is not None
     workers.before_load = lambda name: None
-    assert sender.send(exported(trainer)).kind is UpdateKind.DENSE
+    assert not sender.send(exported(trainer))[0].base
     assert not sender.in_doubt
     assert workers.mixed_weights_error is None
     assert not different_tensors(workers.model.state_dict(), trainer.state_dict())
@@ -343,7 +351,7 @@ def test_delta_repairs_mixed_weights(
 ) -> None:
     trainer = copy.deepcopy(llama)
     workers, sender = served(trainer)
-    sender.send(exported(trainer))
+    _, before = sender.send(exported(trainer))
     first, previous_sender = copy.deepcopy(trainer), copy.copy(sender)
     train(trainer, 0.01, torch.Generator().manual_seed(0))
 
@@ -357,9 +365,9 @@ def test_delta_repairs_mixed_weights(
     written = set(workers.loaded)
     workers.before_load = lambda name: None
     train(first, 0.01, torch.Generator().manual_seed(1), only="layers.1.mlp")
-    sent = previous_sender.send(exported(first))  # none of the five written tensors changed since the first version
-    assert sent.kind is UpdateKind.DELTA
-    assert not written & set(sent.changed)
+    update, digests = previous_sender.send(exported(first))
+    assert update.base == "1"
+    assert all(digests[name] == before[name] for name in written)
     assert workers.mixed_weights_error is None
     assert not different_tensors(workers.model.state_dict(), first.state_dict())
 
@@ -406,8 +414,7 @@ def test_damaged_update_raises(llama: PreTrainedModel, monkeypatch: pytest.Monke
     assert not different_tensors(workers.model.state_dict(), before)
 
     def read_damaged(segment: Segment) -> Any:
-        tensors, text = read(segment)
-        return {name: with_flipped_bit(tensor) for name, tensor in tensors.items()}, text
+        return {name: with_flipped_bit(tensor) for name, tensor in read(segment).items()}
 
     def stage_with_damaged_segment(update: Update) -> None:
         with monkeypatch.context() as context:
@@ -426,7 +433,7 @@ def test_damaged_update_raises(llama: PreTrainedModel, monkeypatch: pytest.Monke
         sender.send(exported(trainer))
 
 
-@pytest.mark.parametrize("value", [{}, {"kind": "dense"}, {"abandon": False}, {"kind": 3}])
+@pytest.mark.parametrize("value", [{}, {"version": "1"}, {"abandon": False}, {"version": 3}])
 def test_invalid_update_raises(value: dict[str, Any]) -> None:
-    with pytest.raises(EngineError, match="is not an update of weights: expected kind"):
+    with pytest.raises(EngineError, match="is not an update of weights: expected version"):
         Update.of_json(value)

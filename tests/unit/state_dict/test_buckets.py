@@ -14,9 +14,8 @@ from transformers import LlamaConfig, MixtralConfig, PreTrainedModel
 
 from nrl_models import AutoModelForCausalLM
 from nrl_models.common.state_dict import buckets
-from nrl_models.common.state_dict.buckets import KEPT_BUFFERS, BufferPool, grouped, on_host
+from nrl_models.common.state_dict.buckets import KEPT_BUFFERS, BufferPool, grouped, grouped_tensors, on_host
 from nrl_models.common.views.view import HFTensor, Piece, View
-from nrl_models.engines import base
 from nrl_models.testing.tiny import tiny_config
 
 CPU = torch.device("cpu")
@@ -161,7 +160,7 @@ def test_consumer_of_buckets_needs_two_buffers() -> None:
     exported = model.state_dict_adapter.iter_export(model, max_bytes=largest)
     addresses: set[int] = set()
     count = 0
-    for bucket in base.buckets(exported, largest):
+    for bucket in grouped_tensors(exported, largest):
         addresses |= storage_addresses(bucket)
         count += 1
     assert count > 4
