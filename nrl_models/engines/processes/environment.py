@@ -5,12 +5,10 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Sequence
-from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -19,8 +17,9 @@ from nrl_models.common.checkpoint.resolve_folder import resolve_folder
 from nrl_models.common.dtypes import dtype_name
 from nrl_models.engines.answers import Checked
 from nrl_models.engines.base import Engine
-from nrl_models.engines.engine_types import VLLM_TEMPERATURES, Capabilities, Sample, Tokens, prompt_seeds
-from nrl_models.engines.input_checks import plain_tokens, require_max_length
+from nrl_models.engines.engine_types import VLLM_TEMPERATURES, Capabilities, Sample, Tokens
+from nrl_models.engines.input_checks import require_max_length
+from nrl_models.engines.processes.worker_engine import WorkerEngine
 from nrl_models.engines.processes.worker_process import WorkerProcess
 from nrl_models.engines.vllm.vllm_start import KV_CACHE_BYTES
 from nrl_models.errors import CheckpointError, EngineError, EngineUnavailableError, details_of
@@ -31,7 +30,7 @@ from nrl_models.logprobs.sampling import Sampling
 WORKER = Path(__file__).with_name("environment_worker.py")
 
 
-class EnvironmentEngine(Engine):
+class EnvironmentEngine(WorkerEngine):
     """A running vLLM of another environment. It generates, and scores at temperature 1.
 
     Args:
@@ -47,23 +46,28 @@ class EnvironmentEngine(Engine):
 
     def __init__(self, python: Path, keywords: dict[str, Any]) -> None:
         self.python, self.path = python, keywords["model"]
+        self.who = f"vLLM of {python}"
         environment = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
         for name, value in (("VLLM_CPU_OMP_THREADS_BIND", "nobind"), ("OMP_WAIT_POLICY", "PASSIVE")):
             environment.setdefault(name, value)
         environment.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-        who = f"vLLM of {python}"
         # -I: do not import modules from PYTHONPATH or this directory.
-        self.worker = WorkerProcess([str(python), "-I", str(WORKER)], who, environment)
-        self._checked = Checked(who)
+        worker = WorkerProcess([str(python), "-I", str(WORKER)], self.who, environment)
         try:
             # Not as an argument, because all users of the machine can read it: options may have a token of the hub.
-            self.described = self._described(self.worker.ask(keywords))
-        except EngineError:
-            self.close()
+            described = worker.ask(keywords)
+            check = Checked(self.who)
+            for name in ("vllm", "logprobs_mode"):
+                check.text(described.get(name), name)
+            max_length = check.whole(described.get("max_model_len"), "max_model_len", 1)
+            described["prefix_caching"] = bool(described.get("prefix_caching"))
+            super().__init__(worker, described, max_length)
+        except BaseException:
+            worker.close()
             raise
 
     @classmethod
-    def start(
+    def start(  # type: ignore[override]
         cls,
         path: str | Path,
         *,
@@ -73,7 +77,7 @@ class EnvironmentEngine(Engine):
         load_format: str = "auto",
         seed: int = 0,
         **options: Any,
-    ) -> EnvironmentEngine:
+    ) -> Self:
         """Start vLLM on a checkpoint.
 
         Args:
@@ -105,10 +109,10 @@ class EnvironmentEngine(Engine):
             max_temperature=VLLM_TEMPERATURES[1],
             processed_scores=False,
             prefix_caching=self.described["prefix_caching"],
-            max_length=self.described["max_model_len"],
+            max_length=self.max_length,
             own_limit=True,
-            vocabulary=self.described["vocabulary"],
-            dtype=getattr(torch, self.described["dtype"], None),
+            vocabulary=self.vocabulary,
+            dtype=self.dtype,
         )
 
     def describe(self) -> dict[str, Any]:
@@ -122,50 +126,18 @@ class EnvironmentEngine(Engine):
             raise EngineError(
                 f"vLLM {self.described['vllm']} returns log-probabilities without temperature: use temperature 0 or 1"
             )
-        asked = asdict(sampling) | {"max_tokens": max_new_tokens, "logprobs": 0, "ignore_eos": ignore_end}
-        if not ignore_end:
+        if not ignore_end and not self.ends:
             folder = resolve_folder(self.path)
-            asked["stop_token_ids"] = list(end_tokens(folder, read_config(folder)))
-        seeds = [None] * len(prompts) if sampling.greedy else prompt_seeds(seed, len(prompts))
-        return self._checked.samples(self._samples(prompts, asked, seeds), prompts)
+            self.ends = list(end_tokens(folder, read_config(folder)))
+        return super()._generate(prompts, sampling, max_new_tokens=max_new_tokens, seed=seed, ignore_end=ignore_end)
 
     def _score(self, sequences: list[list[int]], sampling: Sampling, *, last: int | None) -> list[list[float]]:
         """Score sequences, see `Engine.score`."""
         if not sampling.is_identity:
             raise EngineError(f"vLLM of {self.python} scores existing tokens at temperature 1 only, not at {sampling}")
-        asked = {"temperature": 0.0, "max_tokens": 1, "prompt_logprobs": 0}
-        return [
-            [math.nan, *self._checked.logprobs(found.get("prompt_logprobs"), f"samples[{number}]", len(tokens) - 1)]
-            for number, (found, tokens) in enumerate(
-                zip(self._samples(sequences, asked, [None] * len(sequences)), sequences, strict=True)
-            )
-        ]
+        return super()._score(sequences, sampling, last=last)
 
-    def close(self) -> None:
-        """End the process."""
-        self.worker.close()
-
-    def _described(self, answer: dict[str, Any]) -> dict[str, Any]:
-        """Validate the worker's description of its engine."""
-        check = self._checked
-        for name in ("max_model_len", "vocabulary"):
-            check.whole(answer.get(name), name, 1)
-        for name in ("vllm", "logprobs_mode", "dtype"):
-            check.text(answer.get(name), name)
-        self._checked = replace(check, vocabulary=answer["vocabulary"])
-        return answer | {"prefix_caching": bool(answer.get("prefix_caching"))}
-
-    def _samples(
-        self, prompts: Sequence[Tokens], sampling: dict[str, Any], seeds: Sequence[int | None]
-    ) -> list[dict[str, Any]]:
-        """Return one object per prompt with the worker's completion."""
-        request = {
-            "prompts": plain_tokens(prompts),
-            "seeds": list(seeds),
-            "sampling": sampling | {"detokenize": False},
-        }
-        listed = self._checked.listed(self.worker.ask(request).get("samples"), "samples", len(prompts))
-        return [self._checked.mapping(sample, f"samples[{number}]") for number, sample in enumerate(listed)]
+    _refit = Engine._refit
 
 
 def interpreter_of(environment: str | Path) -> Path:

@@ -12,7 +12,8 @@ import torch
 
 from nrl_models.auto import auto_class_for
 from nrl_models.common.dtypes import dtype_name
-from nrl_models.engines.processes.worker_loop import DecodingStep, WorkerModel, serve
+from nrl_models.engines.processes.environment_worker import serve
+from nrl_models.engines.processes.worker_loop import DecodingStep, WorkerModel
 from nrl_models.engines.refit_targets import RefitTargets
 from nrl_models.loading.read_config import read_config
 from nrl_models.megatron.gpt_model import device, load, logits, megatron_of, start_megatron

@@ -17,7 +17,8 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from nrl_models.common.dtypes import same_kind, wrong_kind
 from nrl_models.engines.digests import HEAD, tensor_digest, tied_apart
-from nrl_models.engines.processes.worker_loop import DecodingStep, WorkerModel, serve
+from nrl_models.engines.processes.environment_worker import serve
+from nrl_models.engines.processes.worker_loop import DecodingStep, WorkerModel
 from nrl_models.engines.transfer.transports import Message, tensors_of
 from nrl_models.errors import EngineError, listed
 from nrl_models.loading.read_config import read_config

@@ -46,7 +46,7 @@ class WorkerEngine(Engine):
 
     bucket_bytes = BUCKET_BYTES
     module: ClassVar[str]
-    who: ClassVar[str]
+    who: str
     distribution: ClassVar[str]
     hint: ClassVar[str] = ""
 
@@ -133,7 +133,7 @@ class WorkerEngine(Engine):
                 "sampling": asdict(sampling),
                 "max_new_tokens": max_new_tokens,
                 "seeds": prompt_seeds(seed, len(prompts)),
-                "ends": [] if ignore_end else self.ends,
+                "ends": None if ignore_end else self.ends,
             }
         )
         return self._checked.samples(self._checked.listed(answer.get("samples"), "samples", len(prompts)), prompts)

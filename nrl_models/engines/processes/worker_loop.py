@@ -1,18 +1,8 @@
-"""Main loop of an engine's subprocess: a model that answers requests, one per line.
-
-Each line of standard input is a JSON request, and each line of standard output is the JSON answer to it. A request has
-a number, `id`, which its answer repeats. The first request has the load options; its answer describes the model. Later
-requests name a `call`. If a call fails, the answer has the message in `error`. Ctrl-C in a terminal interrupts only the
-parent process.
-"""
+"""Interface of models in an engine's subprocess, which `environment_worker.serve` runs."""
 
 from __future__ import annotations
 
-import json
 import math
-import os
-import signal
-import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from itertools import groupby
@@ -66,7 +56,7 @@ class WorkerModel(ABC):
         sampling: dict[str, Any],
         max_new_tokens: int,
         seeds: list[int],
-        ends: list[int],
+        ends: list[int] | None,
     ) -> dict[str, Any]:
         """Sample a continuation of each prompt. Prompts of equal length form a batch, so nothing is padded."""
         samples: dict[int, dict[str, Any]] = {}
@@ -74,7 +64,7 @@ class WorkerModel(ABC):
             batch = [prompts[index] for index in indices]
             sampled = self._sample(batch, Sampling(**sampling), max_new_tokens, [seeds[index] for index in indices])
             for index, (tokens, logprobs) in zip(indices, sampled, strict=True):
-                stop = next((place for place, token in enumerate(tokens) if token in ends), None)
+                stop = next((place for place, token in enumerate(tokens) if token in (ends or ())), None)
                 size = None if stop is None else stop + 1
                 samples[index] = {
                     "tokens": tokens[:size],
@@ -114,34 +104,6 @@ class WorkerModel(ABC):
             found = logs.gather(-1, torch.tensor(tokens[len(tokens) - asked :])[:, None])[:, 0].tolist()
             scores.append([*[None] * (len(tokens) - 1 - asked), *finite(found)])
         return {"scores": scores}
-
-
-def serve(load: Callable[..., WorkerModel]) -> None:
-    """Load the model, then answer requests until standard input ends."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # other code's prints must not mix with the answers
-
-    def answer(line: str, give: Callable[..., dict[str, Any]]) -> bool:
-        request = json.loads(line)
-        number = request.pop("id")
-        try:
-            content = give(**request)
-        except Exception as error:  # any error of the engine and the model's code
-            content = {"error": f"{type(error).__name__}: {error}"}
-        print(json.dumps({"id": number} | content), file=answers, flush=True)
-        return "error" not in content
-
-    models: list[WorkerModel] = []
-
-    def first(**options: Any) -> dict[str, Any]:
-        models.append(load(**options))
-        return models[0].describe()
-
-    if not answer(sys.stdin.readline(), first):
-        sys.exit(1)
-    for line in sys.stdin:
-        answer(line, lambda call, **options: getattr(models[0], call)(**options))
 
 
 def by_length(rows: list[list[int]]) -> list[list[int]]:

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from nrl_models.engines.processes.worker_loop import DecodingStep, WorkerModel, serve
+from nrl_models.engines.processes.environment_worker import serve
+from nrl_models.engines.processes.worker_loop import DecodingStep, WorkerModel
 
 VOCABULARY = 512
 

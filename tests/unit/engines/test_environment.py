@@ -126,13 +126,9 @@ def test_end_tokens_of_checkpoint_are_sent(
         for ignore_end in (False, True):
             engine.generate([[5, 6]], Sampling(), max_new_tokens=2, ignore_end=ignore_end)
     _, *lines = (tmp_path / "seen.json").read_text().splitlines()
-    requests = [json.loads(json.loads(line)[1])["sampling"] for line in lines]
-    assert [request["ignore_eos"] for request in requests] == [False, True]
-    assert [request.get("stop_token_ids") for request in requests] == [
-        list(end_tokens(folder, read_config(folder))),
-        None,
-    ]
-    assert {5, 9} <= {*requests[0]["stop_token_ids"]}
+    requests = [json.loads(json.loads(line)[1]) for line in lines]
+    assert [request["ends"] for request in requests] == [list(end_tokens(folder, read_config(folder))), None]
+    assert {5, 9} <= {*requests[0]["ends"]}
 
 
 UNREADABLE: list[tuple[Any, str]] = [
