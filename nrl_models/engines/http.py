@@ -110,15 +110,6 @@ class HTTPEngine(Engine):
         self.max_length = max_length or served[model]
         self.vocabulary, self.dtype = vocabulary, dtype
 
-    @property
-    def timeout(self) -> float:
-        """Seconds from a request to the last byte of its answer."""
-        return self._connection.timeout
-
-    @timeout.setter
-    def timeout(self, seconds: float) -> None:
-        self._connection.timeout = float(seconds)
-
     @classmethod
     def start(
         cls,

@@ -92,7 +92,7 @@ def test_server_scores(demo: Path, server: Server, demo_trainer: HFEngine) -> No
 
 def test_server_timeout_raises(demo: Path, server: Server) -> None:
     with start_engine(server.address, demo) as engine:
-        engine.timeout = 0.05
+        engine._connection.timeout = 0.05
         with pytest.raises(EngineError, match=r"did not answer within 0.05 s"):
             engine.generate([[20] * 30], Sampling(), max_new_tokens=200)
 

@@ -69,46 +69,9 @@ class VLLMEngine(VLLMCalls):
             )
 
     @classmethod
-    def start(
-        cls,
-        path: str | Path,
-        *,
-        dtype: torch.dtype | None = None,
-        max_length: int | None = None,
-        load_format: str = "auto",
-        seed: int = 0,
-        multiprocessing: bool | None = None,
-        log_level: str = "ERROR",
-        **options: Any,
-    ) -> VLLMEngine:
-        """Start vLLM on a checkpoint.
-
-        Args:
-            path, dtype, max_length, load_format, seed: See `start_engine`. `max_length` is vLLM's `max_model_len`.
-                `load_format="dummy"` is ignored with a note for families with `ModelFlag.VLLM_LOAD_FORMAT_AUTO`,
-                unless the quirk `engine-dummy-buffers` is switched off.
-            multiprocessing: Whether to run the engine in a subprocess. This process then survives a crash of vLLM, but
-                modules cannot be recorded. Default: only for models that vLLM runs with transformers' classes (it has
-                no class for them, or `model_impl="transformers"`). vLLM modifies those classes, which would break a
-                trainer's model in the same process.
-            log_level: Log level of vLLM.
-            options: Further keywords of `vllm.LLM`. By default it runs eagerly, and has no tokenizer if the model is
-                text-only.
-
-        Raises:
-            EngineError: If vLLM is not installed or does not start, or NRL_VLLM_USE_V1=0 is set.
-        """
-        llm = start_vllm(
-            path,
-            options,
-            dtype=dtype,
-            max_length=max_length,
-            load_format=load_format,
-            seed=seed,
-            multiprocessing=multiprocessing,
-            log_level=log_level,
-        )
-        return cls(llm, path)
+    def start(cls, path: str | Path, **options: Any) -> VLLMEngine:
+        """Start vLLM on a checkpoint. See `start_vllm` for options and errors."""
+        return cls(start_vllm(path, **options), path)
 
     def capabilities(self) -> Capabilities:
         """Return the capabilities. Modules need eager mode in this process. Scores and refits need LoRA disabled."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -73,16 +73,32 @@ def attends_to_latents_beyond_bf16(path: str | Path, dtype: torch.dtype | None) 
 
 def start_vllm(
     path: str | Path,
-    options: Mapping[str, Any],
     *,
-    dtype: torch.dtype | None,
-    max_length: int | None,
-    load_format: str,
-    seed: int,
-    multiprocessing: bool | None,
-    log_level: str,
+    dtype: torch.dtype | None = None,
+    max_length: int | None = None,
+    load_format: str = "auto",
+    seed: int = 0,
+    multiprocessing: bool | None = None,
+    log_level: str = "ERROR",
+    **options: Any,
 ) -> Any:
-    """Return a new `vllm.LLM` for a checkpoint. See `VLLMEngine.start` for arguments and errors."""
+    """Return a new `vllm.LLM` for a checkpoint.
+
+    Args:
+        path, dtype, max_length, load_format, seed: See `start_engine`. `max_length` is vLLM's `max_model_len`.
+            `load_format="dummy"` is ignored with a note for families with `ModelFlag.VLLM_LOAD_FORMAT_AUTO`, unless
+            the quirk `engine-dummy-buffers` is switched off.
+        multiprocessing: Whether to run the engine in a subprocess. This process then survives a crash of vLLM, but
+            modules cannot be recorded. Default: only for models that vLLM runs with transformers' classes (it has no
+            class for them, or `model_impl="transformers"`). vLLM modifies those classes, which would break a trainer's
+            model in the same process.
+        log_level: Log level of vLLM.
+        options: Further keywords of `vllm.LLM`. By default it runs eagerly, and has no tokenizer if the model is
+            text-only.
+
+    Raises:
+        EngineError: If vLLM is not installed or does not start, or NRL_VLLM_USE_V1=0 is set.
+    """
     _refuse_v0()
     require_max_length(max_length)
     os.environ.setdefault("VLLM_LOGGING_LEVEL", log_level)
@@ -92,7 +108,7 @@ def start_vllm(
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # for subprocesses; in this process, torch read it at import
     vllm = import_vllm()
     if (name := options.get("model_impl")) is not None:
-        require_model_impl(str(name), _model_impls())
+        require_model_impl(str(name), get_args(import_module("vllm.config.model").ModelImpl))
     separate = multiprocessing
     if separate is None:
         separate = options.get("model_impl") == "transformers" or runs_transformers_classes(path)
@@ -138,21 +154,13 @@ def require_model_impl(name: str, known: Collection[str]) -> None:
 
     Args:
         name: The option.
-        known: The names that vLLM has; empty if its version does not list them.
+        known: The names that vLLM has.
 
     Raises:
         EngineError: If vLLM does not have the name.
     """
-    if known and name not in known:
+    if name not in known:
         raise EngineError(f"model_impl={shown(name)}: expected one of {', '.join(sorted(known))}")
-
-
-def _model_impls() -> tuple[str, ...]:
-    """Return the names that vLLM has for `model_impl`; empty if its version does not list them."""
-    try:
-        return get_args(import_module("vllm.config.model").ModelImpl)
-    except (ImportError, AttributeError):
-        return ()
 
 
 def _refuse_v0() -> None:

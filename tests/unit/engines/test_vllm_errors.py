@@ -32,4 +32,3 @@ def test_misspelled_model_impl_raises() -> None:
     with pytest.raises(EngineError, match=r"model_impl='transformer': expected one of transformers, vllm"):
         require_model_impl("transformer", ("vllm", "transformers"))
     require_model_impl("vllm", ("vllm", "transformers"))
-    require_model_impl("other", ())  # a vLLM that does not list the names
