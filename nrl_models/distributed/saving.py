@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import StateDictSplit, split_torch_state_dict_into_shards
+from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors.torch import save_file
 from transformers import PreTrainedModel
 from transformers.dynamic_module_utils import custom_object_save
@@ -75,7 +75,11 @@ def save_pretrained(
     with reporting_dead_ranks(f"save into {folder}"):
         (kept_specs, *_) = gather_over(mesh, {name: tensor.spec for name, tensor in kept.items()})
     kept_on_meta = {name: torch.empty(spec.shape, dtype=spec.dtype, device="meta") for name, spec in kept_specs.items()}
-    split = split_into_files(on_meta(table, adapter.own) | kept_on_meta, max_shard_size)
+    split = split_torch_state_dict_into_shards(
+        on_meta(table, adapter.own) | kept_on_meta,
+        filename_pattern="model{suffix}.safetensors",
+        max_shard_size=max_shard_size,
+    )
 
     def write(stage: Path | None, attempt: Attempt) -> None:
         for file, names in split.filename_to_tensors.items():
@@ -103,13 +107,6 @@ def on_meta(table: Mapping[str, HFTensor], own: Mapping[str, TensorSpec]) -> dic
         name: torch.empty(tensor.shape, dtype=own[tensor.parameters[0]].dtype, device="meta")
         for name, tensor in table.items()
     }
-
-
-def split_into_files(tensors: dict[str, torch.Tensor], max_shard_size: int | str) -> StateDictSplit:
-    """Assign tensors to files of a checkpoint, as `save_pretrained` does."""
-    return split_torch_state_dict_into_shards(
-        tensors, filename_pattern="model{suffix}.safetensors", max_shard_size=max_shard_size
-    )
 
 
 _IMPLIED = ("is_main_process", "safe_serialization")

@@ -6,6 +6,8 @@ import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
+from typing import Any
 
 import torch
 
@@ -81,6 +83,18 @@ def prompt_seeds(seed: int, count: int) -> list[int]:
     """
     digests = (hashlib.sha256(f"{seed},{index}".encode()).digest() for index in range(count))
     return [int.from_bytes(digest[:4], "big") >> 1 for digest in digests]
+
+
+def by_length(rows: Sequence[Tokens], inputs: Sequence[Mapping[str, Any]] | None = None) -> list[list[int]]:
+    """Group indices of rows of equal length. Rows with image inputs are grouped only if the inputs are identical."""
+    first: dict[int, int] = {}
+    for index, own in enumerate(inputs or ()):
+        first.setdefault(id(own) if own else 0, index)
+
+    def kind(index: int) -> tuple[int, int]:
+        return len(rows[index]), 0 if inputs is None else first[id(inputs[index]) if inputs[index] else 0]
+
+    return [list(group) for _, group in groupby(sorted(range(len(rows)), key=kind), key=kind)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from functools import cached_property, wraps
 from importlib.metadata import version
-from itertools import chain, groupby
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ from nrl_models.engines.engine_types import (
     NamedTensor,
     Sample,
     Tokens,
+    by_length,
 )
 from nrl_models.engines.group_calls import with_groups
 from nrl_models.engines.input_checks import require_options, require_recordable
@@ -158,7 +159,7 @@ class HFEngine(Engine):
         ends = set() if ignore_end else {*as_ids(self.model.generation_config.eos_token_id), *self._tokenizer_ends}
         prefix_types = marks_prefix(self.model)
         generator = torch.Generator(self.model.device).manual_seed(seed)
-        for indices in _by_length(prompts, model_inputs):
+        for indices in by_length(prompts, model_inputs):
             given = {} if model_inputs is None else model_inputs[indices[0]]
             stops = ends | placeholders(self.model.config, given)
             config = GenerationConfig(
@@ -231,7 +232,7 @@ class HFEngine(Engine):
         """
         results: dict[int, list[float]] = {}
         processing = sampling.processing
-        for indices in _by_length(sequences, model_inputs):
+        for indices in by_length(sequences, model_inputs):
             rows = max(1, TOKENS_AT_A_TIME // len(sequences[indices[0]]))
             for start in range(0, len(indices), rows):
                 some = indices[start : start + rows]
@@ -304,18 +305,6 @@ class HFEngine(Engine):
         name = next(name for name, module in self.model.named_modules() if module is head)
         result[LOGITS] = ModuleCall(type(self.model).__name__, result[name].inputs, (logits,))
         return result
-
-
-def _by_length(rows: Sequence[Tokens], inputs: Sequence[Mapping[str, Any]] | None = None) -> list[list[int]]:
-    """Group indices of rows of equal length. Rows with image inputs are grouped only if the inputs are identical."""
-    first: dict[int, int] = {}
-    for index, own in enumerate(inputs or ()):
-        first.setdefault(id(own) if own else 0, index)
-
-    def kind(index: int) -> tuple[int, int]:
-        return len(rows[index]), 0 if inputs is None else first[id(inputs[index]) if inputs[index] else 0]
-
-    return [list(group) for _, group in groupby(sorted(range(len(rows)), key=kind), key=kind)]
 
 
 class _TokenSampler(LogitsProcessor):

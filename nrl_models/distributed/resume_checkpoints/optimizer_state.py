@@ -207,7 +207,9 @@ def restore(
     for name, parameter in _parameters(model, optimizer).items():
         if (kept := saved.states.get(name)) is None:
             continue
-        device = _device_of_scalars(groups[id(parameter)], parameter)
+        group = groups[id(parameter)]
+        # As in torch's `load_state_dict`: fused and capturable kernels read `step` on the GPU.
+        device = parameter.device if group.get("fused") or group.get("capturable") else torch.device("cpu")
         state: dict[str, Any] = {key: scalar.restored(device) for key, scalar in kept.scalars.items()}
         for key in kept.tensors:
             tensor = stored[f"{name}.{key}"]
@@ -215,11 +217,6 @@ def restore(
             state[key] = torch.zeros_like(parameter.detach(), dtype=dtype)
             tensor.fill(Held(f"{name}.{key}", layout[name], {name: state[key]}).blocks)
         optimizer.state[parameter] = state
-
-
-def _device_of_scalars(group: Mapping[str, Any], parameter: torch.Tensor) -> torch.device:
-    """Return the device of `step` in torch's `load_state_dict`. Fused and capturable kernels read it on the GPU."""
-    return parameter.device if group.get("fused") or group.get("capturable") else torch.device("cpu")
 
 
 def _misfitting_options(number: int, ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[Problem]:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from itertools import groupby
 from typing import Any
 
 import torch
 
 from nrl_models.engines.digests import digested
+from nrl_models.engines.engine_types import by_length
 from nrl_models.engines.transfer.transports import Message, tensors_of
 from nrl_models.logprobs.sampling import Sampling, processed
 
@@ -104,12 +104,6 @@ class WorkerModel(ABC):
             found = logs.gather(-1, torch.tensor(tokens[len(tokens) - asked :])[:, None])[:, 0].tolist()
             scores.append([*[None] * (len(tokens) - 1 - asked), *finite(found)])
         return {"scores": scores}
-
-
-def by_length(rows: list[list[int]]) -> list[list[int]]:
-    """Group the indices of rows of equal length."""
-    in_order = sorted(range(len(rows)), key=lambda index: len(rows[index]))
-    return [list(group) for _, group in groupby(in_order, key=lambda index: len(rows[index]))]
 
 
 def finite(values: list[float]) -> list[float | None]:
