@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -71,7 +72,7 @@ def checked_forward(model: ChecksForward, args: Sequence[Any], kwargs: Mapping[s
     if is_checked:
         sharding.slots.require_same_parameters(model)
     if torch.is_grad_enabled():
-        require_no_later_parameters(model, sharding.mesh, sharding.slots)
+        sharding.slots.require_no_later_parameters(model)
         _require_no_trained_inputs(model, sharding.mesh, kwargs)
     if sharding.stages is None and is_checked:
         inputs = {f"argument {number}": value for number, value in enumerate(args)} | dict(kwargs)
@@ -116,31 +117,29 @@ def _continues_cache(kwargs: Mapping[str, Any]) -> bool:
 
 
 class Slots:
-    """Locations of a model's parameters as `(module, attribute)`, independent of wrappers added later.
+    """Locations of a model's parameters as module and attribute, independent of wrappers added later.
 
     Args:
         model: The model when it is sharded.
+        mesh: The mesh that it is sharded over.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self._model = weakref.ref(model)
-        self._modules = {id(module): weakref.ref(module) for module in model.modules()}
-        tensors = {id(module): _parameters_of(module) for module in model.modules()}
-        self._attributes = {module: frozenset(held) for module, held in tensors.items()}
-        self._divided = {
-            module: frozenset(attribute for attribute, parameter in held.items() if isinstance(parameter, DTensor))
-            for module, held in tensors.items()
-        }
+    def __init__(self, model: nn.Module, mesh: DeviceMesh) -> None:
+        self._model, self._mesh = weakref.ref(model), mesh
+        self._is_divided: WeakKeyDictionary[nn.Module, dict[str, bool]] = WeakKeyDictionary(
+            {
+                module: {
+                    attribute: isinstance(parameter, DTensor)
+                    for attribute, parameter in module._parameters.items()
+                    if parameter is not None
+                }
+                for module in model.modules()
+            }
+        )
 
-    def model_of(self, module: nn.Module) -> nn.Module | None:
+    def _model_of(self, module: nn.Module) -> nn.Module | None:
         """Return the model that `module` is in. None for a copy, such as one without wrappers: it has other modules."""
-        known = self._modules.get(id(module))
-        return self._model() or module if known is not None and known() is module else None
-
-    def has(self, module: nn.Module, attribute: str) -> bool:
-        """Return True if the model had this parameter when it was sharded."""
-        known = self._modules.get(id(module))
-        return known is not None and known() is module and attribute in self._attributes[id(module)]
+        return self._model() or module if module in self._is_divided else None
 
     @torch.compiler.disable
     def require_same_parameters(self, module: nn.Module) -> None:
@@ -149,62 +148,42 @@ class Slots:
         Args:
             module: A sharded model, or a model inside it.
         """
-        model = self.model_of(module)
-        if model is not None:
-            known = [inside for inside in model.modules() if (ref := self._modules.get(id(inside))) and ref() is inside]
-            divided = {id(inside): self._divided[id(inside)] for inside in known if self._divided[id(inside)]}
-            require_no_replaced_parameters(model, divided)
+        if (model := self._model_of(module)) is not None:
+            require_no_replaced_parameters(model, self._is_divided)
 
+    @torch.compiler.disable
+    def require_no_later_parameters(self, module: nn.Module) -> None:
+        """Check that every trainable parameter was in the model when it was sharded. Copies are not checked.
 
-def _parameters_of(module: nn.Module) -> dict[str, nn.Parameter]:
-    return {attribute: parameter for attribute, parameter in module._parameters.items() if parameter is not None}
+        `fsdp` only reduces gradients of parameters that it divided. DTensors reduce their gradients over other
+        dimensions, for example in a copy of a head.
 
+        Args:
+            module: A sharded model, or a model inside it.
 
-def later_parameters(model: nn.Module, mesh: DeviceMesh, slots: Slots) -> Iterator[str]:
-    """Yield names of trainable parameters that no rank divides, reduces or keeps equal.
-
-    `fsdp` only reduces gradients of parameters that it divided. DTensors reduce their gradients over other dimensions,
-    for example in a copy of a head.
-
-    Args:
-        model: A sharded model.
-        mesh: The mesh that it is sharded over.
-        slots: Parameters of the model when it was sharded.
-    """
-    over_fsdp = "fsdp" in (mesh.mesh_dim_names or ())
-    for prefix, module in model.named_modules():
-        for attribute, parameter in module._parameters.items():
-            if parameter is None or not parameter.requires_grad or slots.has(module, attribute):
-                continue
-            if over_fsdp or not isinstance(parameter, DTensor):
-                yield f"{prefix}.{attribute}" if prefix else attribute
-
-
-@torch.compiler.disable
-def require_no_later_parameters(module: nn.Module, mesh: DeviceMesh, slots: Slots) -> None:
-    """Check that every trainable parameter was in the model when it was sharded. Copies of the model are not checked.
-
-    Args:
-        module: A sharded model, or a model inside it.
-        mesh: The mesh that it is sharded over.
-        slots: Parameters of the model when it was sharded.
-
-    Raises:
-        ShardingError: If some were added later. Lists all their names.
-    """
-    model = slots.model_of(module)
-    if model is None:
-        return
-    if names := list(later_parameters(model, mesh, slots)):
-        detail = "was added after sharding: each rank would train its own values"
-        raise ShardingError(
-            f"{class_name(model)} has trainable parameters that are not sharded",
-            [Problem(ProblemKind.RANK, name, detail) for name in names],
-            [
-                "load the model without a mesh, add adapters or heads, and then call "
-                "nrl_models.distributed.parallelize(model, mesh); with LoRA over fsdp alone"
-            ],
-        )
+        Raises:
+            ShardingError: If some were added later. Lists all their names.
+        """
+        if (model := self._model_of(module)) is None:
+            return
+        over_fsdp = "fsdp" in (self._mesh.mesh_dim_names or ())
+        names = [
+            f"{prefix}.{attribute}" if prefix else attribute
+            for prefix, inside in model.named_modules()
+            for attribute, parameter in inside._parameters.items()
+            if parameter is not None and parameter.requires_grad and attribute not in self._is_divided.get(inside, ())
+            if over_fsdp or not isinstance(parameter, DTensor)
+        ]
+        if names:
+            detail = "was added after sharding: each rank would train its own values"
+            raise ShardingError(
+                f"{class_name(model)} has trainable parameters that are not sharded",
+                [Problem(ProblemKind.RANK, name, detail) for name in names],
+                [
+                    "load the model without a mesh, add adapters or heads, and then call "
+                    "nrl_models.distributed.parallelize(model, mesh); with LoRA over fsdp alone"
+                ],
+            )
 
 
 @torch.compiler.disable

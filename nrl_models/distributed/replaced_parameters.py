@@ -19,17 +19,17 @@ from nrl_models.common.upstream_torch import ShardedParameter, sharded_parameter
 from nrl_models.errors import Problem, ProblemKind, ShardingError
 
 
-def require_no_replaced_parameters(model: nn.Module, divided: Mapping[int, frozenset[str]]) -> None:
+def require_no_replaced_parameters(model: nn.Module, is_divided: Mapping[nn.Module, Mapping[str, bool]]) -> None:
     """Check that a sharded model has the parameters that it had when it was sharded. Does not communicate.
 
     Args:
         model: A sharded model.
-        divided: Attributes that were DTensors before `fsdp` was applied, by id of the module.
+        is_divided: Whether each parameter was a DTensor before `fsdp` was applied, by module and attribute.
 
     Raises:
         ShardingError: If parameters were replaced or removed. Lists all their names.
     """
-    problems = list(_replaced_parameters(model, divided))
+    problems = list(_replaced_parameters(model, is_divided))
     if problems:
         raise ShardingError(
             f"{class_name(model)} has changed since it was sharded",
@@ -91,7 +91,7 @@ def _of_fsdp(model: nn.Module) -> Iterator[ShardedParameter]:
             yield from sharded_parameters(module)
 
 
-def _replaced_parameters(model: nn.Module, divided: Mapping[int, frozenset[str]]) -> Iterator[Problem]:
+def _replaced_parameters(model: nn.Module, is_divided: Mapping[nn.Module, Mapping[str, bool]]) -> Iterator[Problem]:
     places = {id(module): own_name(prefix) for prefix, module in model.named_modules()}
 
     def name_of(module: nn.Module, attribute: str) -> str:
@@ -116,9 +116,10 @@ def _replaced_parameters(model: nn.Module, divided: Mapping[int, frozenset[str]]
             if not any(parameter is each for each in known):
                 yield problem(module, attribute, effect)
     for module in model.modules():
-        for attribute in divided.get(id(module), ()):
-            parameter = module._parameters.get(attribute)
-            if parameter is not None and not isinstance(parameter, DTensor) and (id(module), attribute) not in in_fsdp:
+        for attribute, parameter in module._parameters.items():
+            if parameter is None or isinstance(parameter, DTensor) or (id(module), attribute) in in_fsdp:
+                continue
+            if is_divided.get(module, {}).get(attribute):
                 yield problem(module, attribute, "expected a DTensor, because each rank computes with its shard")
 
 

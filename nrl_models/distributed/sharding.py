@@ -22,7 +22,7 @@ from nrl_models.common.state_dict.layouts import own_tensors
 from nrl_models.common.state_dict.own_tensors import model_inside, own_state_dict, parameters_outside, require_values
 from nrl_models.common.state_dict.ties import tied_names
 from nrl_models.common.views.view import HFTensor
-from nrl_models.distributed.forward_checks import ChecksForward, Slots, require_no_later_parameters
+from nrl_models.distributed.forward_checks import ChecksForward, Slots
 from nrl_models.distributed.mesh import agreed, describe, gather_over, rank_in, reporting_dead_ranks, size_of
 from nrl_models.distributed.parallel_plan import ParallelPlan
 from nrl_models.distributed.pipeline.stages import Stages
@@ -84,7 +84,7 @@ class Sharding:
         self.names = frozenset(own_tensors(model))
         self.total_parameters = whole.num_parameters()
         cast(Any, model).sharding = self
-        self.slots = Slots(model)
+        self.slots = Slots(model, self.mesh)
         for part in (model, *models_to_decoder(model)):
             cast(Any, part).checked_by = self
             become(part, ChecksForward)
@@ -133,7 +133,7 @@ class Sharding:
             ShardingError: If trainable parameters were added, or any tensors were added, replaced, removed or resized.
         """
         self.slots.require_same_parameters(model)
-        require_no_later_parameters(model, self.mesh, self.slots)
+        self.slots.require_no_later_parameters(model)
         own = own_tensors(model)
         gone, added = self.names - own.keys(), own.keys() - self.names
         problems = [Problem(ProblemKind.MISSING, name, "is no longer in the model") for name in sorted(gone)]
@@ -306,7 +306,7 @@ def sharded_model(model: nn.Module) -> PreTrainedModel:
 def _require_same_parameters(model: nn.Module, prefix: str, keep_vars: bool) -> None:
     sharding = sharding_of(model)
     sharding.slots.require_same_parameters(model)
-    require_no_later_parameters(model, sharding.mesh, sharding.slots)
+    sharding.slots.require_no_later_parameters(model)
 
 
 def _fill_shards(model: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:

@@ -16,7 +16,6 @@ from nrl_models.common.documents.layers import DecoderByDocument
 from nrl_models.common.documents.packing import start_again
 from nrl_models.common.modules import own_parameters
 from nrl_models.distributed.batch_checks import exact_digest, require_same_batch
-from nrl_models.distributed.forward_checks import require_no_later_parameters
 from nrl_models.distributed.mesh import agree, agreed, rank_in
 from nrl_models.distributed.pipeline.fsdp_gradients import free_gathered, gradients_divided_once
 from nrl_models.distributed.pipeline.schedules import Schedule
@@ -232,7 +231,7 @@ class Pipeline:
             known |= {"the microbatches": self.microbatches}
             # The forward of a stage also checks, but its error would leave the ranks of other stages waiting.
             self.sharding.slots.require_same_parameters(self.model)
-            require_no_later_parameters(self.model, self.mesh, self.sharding.slots)
+            self.sharding.slots.require_no_later_parameters(self.model)
             if problems := list(self._problems(inputs, targets)):
                 raise ShardingError("cannot run a step of the pipeline", problems)
             shapes = {name: tuple(value.shape) for name, value in (*inputs.items(), *targets.items())}
