@@ -12,7 +12,8 @@ from torch.distributed.tensor import DTensor
 from nrl_models.common.checkpoint.stored_tensors import StoredTensor
 from nrl_models.common.state_dict.blocks import Block, through
 from nrl_models.common.views.view import META, HFTensor, Step, apply_steps, offset_through, strides_of
-from nrl_models.distributed.shards import local_of, over_shard, own_blocks
+from nrl_models.distributed.shards import local_of, own_blocks
+from nrl_models.distributed.tensor.packed_shards import over_shard
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -37,7 +37,7 @@ def own_blocks(tensor: torch.Tensor) -> list[Block]:
     """Return this rank's blocks of one of the model's own tensors; a single one if it is not sharded."""
     if not isinstance(tensor, DTensor):
         return [Block((0,) * tensor.ndim, tensor)]
-    return [Block(offset, local) for offset, local in regions_of(tensor)]
+    return regions_of(tensor)
 
 
 def share_of(tensor: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
@@ -82,13 +82,6 @@ def divided_over(tensor: HFTensor, own: Mapping[str, torch.Tensor], mesh: Device
             over = zip(whole.device_mesh.mesh_dim_names or (), whole.placements, strict=True)
             divided |= {dimension for dimension, placement in over if not placement.is_replicate()}
     return {dim for dim, dimension in enumerate(mesh.mesh_dim_names or ()) if dimension in divided}
-
-
-def over_shard(whole: DTensor, local: torch.Tensor) -> DTensor:
-    """Return a DTensor with the placements of `whole` over another local tensor of the same shape."""
-    return DTensor.from_local(
-        local, whole.device_mesh, whole.placements, run_check=False, shape=whole.shape, stride=whole.stride()
-    )
 
 
 def gathered(

@@ -32,7 +32,8 @@ from nrl_models.distributed.parallel_plan import ParallelPlan, Plan
 from nrl_models.distributed.parallelize import cut_for, divide_data, divide_stages
 from nrl_models.distributed.shard_slices import ShardSlice, slices_of
 from nrl_models.distributed.sharding import sharding_of
-from nrl_models.distributed.shards import local_of, over_shard, share_of
+from nrl_models.distributed.shards import local_of, share_of
+from nrl_models.distributed.tensor.packed_shards import over_shard
 from nrl_models.loading.fit import EXACT, Fit, Tolerance, fit_checkpoint
 from nrl_models.loading.skeleton import move_buffers, share_copies
 from nrl_models.loading.weights import keep_unused, map_consecutive, require_written, run_readers

@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor, Placement
 
+from nrl_models.common.state_dict.blocks import Block
 from nrl_models.common.upstream_torch import StridedShard, state_dict_utils
 
 
@@ -51,32 +52,27 @@ def _dims(placements: Sequence[Placement]) -> list[int]:
     return [placement.dim for placement in placements if hasattr(placement, "dim")]
 
 
-class Region(NamedTuple):
-    """A contiguous region of an unsharded tensor that a rank holds.
-
-    Attributes:
-        offset: Offset of the region in the unsharded tensor, per dimension.
-        local: Values of the region, a view of the local tensor.
-    """
-
-    offset: tuple[int, ...]
-    local: torch.Tensor
+def over_shard(whole: DTensor, local: torch.Tensor) -> DTensor:
+    """Return a DTensor with the placements of `whole` over another local tensor of the same shape."""
+    return DTensor.from_local(
+        local, whole.device_mesh, whole.placements, run_check=False, shape=whole.shape, stride=whole.stride()
+    )
 
 
-def regions_of(tensor: DTensor) -> list[Region]:
-    """Return the regions of a DTensor that this rank holds."""
+def regions_of(tensor: DTensor) -> list[Block]:
+    """Return the contiguous regions of a DTensor that this rank holds."""
     local = tensor.to_local()
     offset = list(_CHUNKS(tensor)[0].offsets) if local.numel() else [0] * tensor.ndim
     packing = packing_of(tensor)
     if packing is None:
-        return [Region(tuple(offset), local)]
+        return [Block(tuple(offset), local)]
     dim, blocks, ranks, rank = packing
     block = tensor.shape[dim] // blocks
     share = block // ranks
     regions = []
     for number in range(blocks):
         offset[dim] = number * block + rank * share
-        regions.append(Region(tuple(offset), local.narrow(dim, number * share, share)))
+        regions.append(Block(tuple(offset), local.narrow(dim, number * share, share)))
     return regions
 
 
@@ -95,7 +91,7 @@ def describe_packed_shards() -> None:
     def create_chunk_list(self: DTensor) -> list[ChunkStorageMetadata]:
         if packing_of(self) is None:
             return _CHUNKS(self)
-        return [ChunkStorageMetadata(torch.Size(offset), local.size()) for offset, local in regions_of(self)]
+        return [ChunkStorageMetadata(torch.Size(region.offset), region.tensor.size()) for region in regions_of(self)]
 
     @functools.wraps(write_items)
     def create_write_items(self: DTensor, fqn: str, object: Any) -> list[WriteItem]:
@@ -117,7 +113,7 @@ def describe_packed_shards() -> None:
         if packing_of(self) is None:
             local: torch.Tensor = shard(self, index)
             return local
-        regions = {torch.Size(region.offset): region.local for region in regions_of(self)}
+        regions = {torch.Size(region.offset): region.tensor for region in regions_of(self)}
         return regions[index.offset] if index.offset is not None else self.to_local()
 
     @functools.wraps(distribute)
@@ -133,17 +129,10 @@ def describe_packed_shards() -> None:
                 continue
             target, whole = pair
             if target.is_meta:
-                target = DTensor.from_local(
-                    torch.empty_like(target.to_local(), device=device),
-                    target.device_mesh,
-                    target.placements,
-                    run_check=False,
-                    shape=target.shape,
-                    stride=target.stride(),
-                )
+                target = over_shard(target, torch.empty_like(target.to_local(), device=device))
             with torch.no_grad():
-                for offset, local in regions_of(target):
-                    local.copy_(whole[tuple(map(slice, offset, map(sum, zip(offset, local.shape, strict=True))))])
+                for region in regions_of(target):
+                    region.take_from(whole)
             local_state_dict[key] = target
         distribute(local_state_dict, others, device, pg)
 
