@@ -7,7 +7,9 @@ bf16 a changed element takes 4 bytes: if 1% of the weights changed, the delta ha
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 
@@ -19,8 +21,7 @@ FARTHEST = 2**16 - 1
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
-_WHOLE, _STEPS, _VALUES = "whole/", "steps/", "values/"
-"""Beginnings of the keys of a message, followed by a tensor's name: a complete tensor, or distances and values."""
+_WHOLE, _STEPS, _VALUES, _SPARSE = "whole/", "steps", "values.", "sparse"
 
 
 class DeltaWriter:
@@ -28,12 +29,14 @@ class DeltaWriter:
 
     Attributes:
         nbytes: Size of the collected changes.
-        tensors: The message.
     """
 
     def __init__(self) -> None:
         self.nbytes = 0
-        self.tensors: dict[str, torch.Tensor] = {}
+        self._whole: dict[str, torch.Tensor] = {}
+        self._sparse: list[tuple[str, int]] = []
+        self._steps: list[torch.Tensor] = []
+        self._values: dict[int, list[torch.Tensor]] = {}
 
     def add(self, name: str, old: torch.Tensor, new: torch.Tensor) -> bool:
         """Add the differences of two tensors with equal shape and dtype. Returns True if there are any.
@@ -48,48 +51,59 @@ class DeltaWriter:
         if count * size_of_one < now.nbytes:  # otherwise, sending positions saves nothing
             steps = _steps(changed.nonzero().flatten())
             if (size := len(steps) * size_of_one) < now.nbytes:
-                self.tensors[_STEPS + name] = steps.to(torch.uint16)
-                self.tensors[_VALUES + name] = now[steps.cumsum(0) - 1]
+                self._sparse.append((name, len(steps)))
+                self._steps.append(steps.to(torch.uint16))
+                self._values.setdefault(now.itemsize, []).append(now[steps.cumsum(0) - 1])
                 self.nbytes += size
                 return True
-        self.tensors[_WHOLE + name] = new.detach().clone(memory_format=torch.contiguous_format)
+        self._whole[name] = new.detach().clone(memory_format=torch.contiguous_format)
         self.nbytes += now.nbytes
         return True
 
+    def message(self) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+        """Return the collected changes: tensors, and text metadata."""
+        tensors = {_WHOLE + name: tensor for name, tensor in self._whole.items()}
+        if self._sparse:
+            tensors[_STEPS] = torch.cat(self._steps)
+            tensors |= {f"{_VALUES}{size}": torch.cat(parts) for size, parts in self._values.items()}
+        return tensors, {_SPARSE: json.dumps(self._sparse)}
 
-def patched(old: Mapping[str, torch.Tensor], message: Mapping[str, torch.Tensor]) -> Iterator[NamedTensor]:
+
+def patched(
+    old: Mapping[str, torch.Tensor], tensors: Mapping[str, torch.Tensor], text: Mapping[str, str]
+) -> Iterator[NamedTensor]:
     """Yield the tensors that a message changes, with the changes. `old` is not modified.
 
     Args:
         old: Tensors of the message's base version, by name.
-        message: `DeltaWriter.tensors`.
+        tensors, text: The message.
 
     Raises:
         EngineError: If the message does not fit `old`, or is damaged.
     """
-    for key, tensor in message.items():
+    for key, tensor in tensors.items():
         if key.startswith(_WHOLE):
             name = key.removeprefix(_WHOLE)
             before = old.get(name)
             if before is None or (before.shape, before.dtype) != (tensor.shape, tensor.dtype):
                 raise _damaged(f"it has a complete {shown(name)} that is not in the last weights, or of another shape")
             yield name, tensor
-        elif key.startswith(_STEPS):
-            name = key.removeprefix(_STEPS)
-            before, values = old.get(name), message.get(_VALUES + name)
-            places = tensor.to(torch.int64).cumsum(0) - 1
-            if (
-                before is None
-                or values is None
-                or (tensor.dim(), tensor.shape) != (1, values.shape)
-                or not len(places)
-                or (tensor.dtype, values.dtype) != (torch.uint16, _BITS[before.element_size()])
-                or not (int(places[0]) >= 0 and int(places[-1]) < before.numel())
-            ):
-                raise _damaged(f"its changes of {shown(name)} do not fit the last weights")
-            new = before.detach().clone(memory_format=torch.contiguous_format)
-            _bits(new)[places] = values
-            yield name, new
+    steps, start = tensors.get(_STEPS, torch.empty(0)).to(torch.int64), 0
+    starts = dict.fromkeys(_BITS, 0)
+    for name, count in _listed(text):
+        if (before := old.get(name)) is None:
+            raise _damaged(f"it changes {shown(name)}, which the last weights have not")
+        size = before.element_size()
+        values = tensors.get(f"{_VALUES}{size}", torch.empty(0))[starts[size] : starts[size] + count]
+        places = steps[start : start + count].cumsum(0) - 1
+        start, starts[size] = start + count, starts[size] + count
+        if len(places) != count or len(values) != count or values.dtype != _BITS[size]:
+            raise _damaged(f"it has too few changes of {shown(name)}")
+        if not (int(places[0]) >= 0 and int(places[-1]) < before.numel()):
+            raise _damaged(f"it changes elements of {shown(name)} past its end")
+        new = before.detach().clone(memory_format=torch.contiguous_format)
+        _bits(new)[places] = values
+        yield name, new
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
@@ -107,6 +121,18 @@ def _steps(places: torch.Tensor) -> torch.Tensor:
     result = steps.new_full((len(steps) + int(extra.sum()),), FARTHEST)
     result[(extra + 1).cumsum(0) - 1] = steps - extra * FARTHEST
     return result
+
+
+def _listed(text: Mapping[str, str]) -> list[tuple[str, int]]:
+    """Return the names of tensors with changed elements, each with the number of these elements."""
+    try:
+        listed: Any = json.loads(text[_SPARSE])
+        fits = all(type(name) is str and type(count) is int and count > 0 for name, count in listed)
+    except (KeyError, TypeError, ValueError, RecursionError):
+        fits = False
+    if not fits:
+        raise _damaged("it has no list of its changes")
+    return [(name, count) for name, count in listed]
 
 
 def _damaged(reason: str) -> EngineError:

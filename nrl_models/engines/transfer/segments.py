@@ -47,11 +47,12 @@ class Segment:
     nbytes: int
 
     @staticmethod
-    def write(tensors: Mapping[str, torch.Tensor]) -> Segment:
+    def write(tensors: Mapping[str, torch.Tensor], text: Mapping[str, str] | None = None) -> Segment:
         """Write tensors into a new segment of this process.
 
         Args:
             tensors: Tensors by name, on any device.
+            text: Metadata.
 
         Raises:
             EngineError: If such memory is not available (it needs Linux), or not large enough, or safetensors has no
@@ -62,7 +63,7 @@ class Segment:
         token = secrets.token_hex(16)
         whole = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
         # Written without safetensors, which copies all data first, or writes to another path and renames the file.
-        header, ordered = _header(whole, token)
+        header, ordered = _header(whole, {**(text or {}), _TOKEN: token})
         nbytes = len(header) + sum(tensor.nbytes for tensor in ordered)
         try:
             descriptor = os.memfd_create("nrl_models", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -80,8 +81,8 @@ class Segment:
             raise EngineError(f"{nbytes:,} bytes of weights cannot be put into memory: {one_line(error)}") from error
         return Segment(os.getpid(), descriptor, token, nbytes)
 
-    def read(self) -> dict[str, torch.Tensor]:
-        """Read the segment. Returns tensors that map its pages, and keep them alive.
+    def read(self) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+        """Read the segment. Returns tensors that map its pages (and keep them alive), and its metadata.
 
         Raises:
             EngineError: If it cannot be opened, or is not a segment.
@@ -98,15 +99,15 @@ class Segment:
             if fcntl.fcntl(own, fcntl.F_GET_SEALS) & _all_seals() != _all_seals():
                 raise OSError("it can still be changed")
             with safetensors.safe_open(f"/proc/self/fd/{own}", framework="pt") as file:
-                token = (file.metadata() or {}).get(_TOKEN, "")
+                text: dict[str, str] = file.metadata() or {}
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         except (OSError, safetensors.SafetensorError) as error:
             raise EngineError(f"{path} is not a trainer's shared memory: {one_line(error)}") from error
         finally:
             os.close(own)
-        if not secrets.compare_digest(token, self.token):
+        if not secrets.compare_digest(text.pop(_TOKEN, ""), self.token):
             raise EngineError(f"{path} is another trainer's shared memory than the one announced")
-        return tensors
+        return tensors, text
 
     def close(self) -> None:
         """Close it in the process that wrote it. It can no longer be opened, but existing mappings stay valid."""
@@ -130,10 +131,10 @@ class Segment:
         return Segment(**value)
 
 
-def _header(tensors: Mapping[str, torch.Tensor], token: str) -> tuple[bytes, list[torch.Tensor]]:
+def _header(tensors: Mapping[str, torch.Tensor], text: Mapping[str, str]) -> tuple[bytes, list[torch.Tensor]]:
     """Return the header of a safetensors file, and the tensors in the file's order, which aligns them."""
     names = sorted(tensors, key=lambda name: -tensors[name].itemsize)
-    entries: dict[str, Any] = {"__metadata__": {_TOKEN: token}}
+    entries: dict[str, Any] = {"__metadata__": text}
     end = 0
     for name in names:
         tensor = tensors[name]

@@ -136,10 +136,10 @@ class Sender:
             if writer.add(name, last.tensors[name], tensor):
                 digests[name] = tensor_digest(tensor)
             if writer.nbytes > self.bucket_bytes:
-                segments.append(Segment.write(writer.tensors))
+                segments.append(Segment.write(*writer.message()))
                 writer = DeltaWriter()
-        if writer.tensors:
-            segments.append(Segment.write(writer.tensors))
+        if writer.nbytes:
+            segments.append(Segment.write(*writer.message()))
         if missing := sorted(last.specs.keys() - seen):
             raise EngineError(f"{len(missing)} tensors of the version sent before are missing: {listed(missing)}")
         return digests

@@ -74,7 +74,7 @@ def tensors_of(message: Message) -> Iterable[NamedTensor]:
         return message
     if "file" in message:
         return safetensors.torch.load_file(message["file"]).items()
-    return Segment.of_json(message).read().items()
+    return Segment.of_json(message).read()[0].items()
 
 
 def _serialized(bucket: list[NamedTensor]) -> bytes:

@@ -124,7 +124,7 @@ def made_of(update: Update, last: Weights | None) -> tuple[Weights, frozenset[st
     if not update.base_digest:
         tensors: dict[str, torch.Tensor] = {}
         for segment in update.segments:
-            tensors |= segment.read()
+            tensors |= segment.read()[0]
         made = Weights.of(update.version, tensors)
         if last is not None:
             _require_same_tensors(made, last)
@@ -142,7 +142,7 @@ def made_of(update: Update, last: Weights | None) -> tuple[Weights, frozenset[st
             )
         found: dict[str, torch.Tensor] = {}
         for segment in update.segments:
-            found |= dict(patched(last.tensors, segment.read()))
+            found |= dict(patched(last.tensors, *segment.read()))
         made, changed = last.after(update.version, found), frozenset(found)
     if made.digest != update.digest:
         raise EngineError(

@@ -47,7 +47,7 @@ def test_patched_tensors_are_bit_exact(dtype: torch.dtype, share: float) -> None
     writer = DeltaWriter()
     differ = {name for name in old if writer.add(name, old[name], new[name])}
     assert differ == {name for name in old if not torch.equal(bits(old[name]), bits(new[name]))}
-    patched_tensors = dict(patched(old, writer.tensors))
+    patched_tensors = dict(patched(old, *writer.message()))
     assert patched_tensors.keys() == differ
     for name, tensor in patched_tensors.items():
         assert (tensor.dtype, tensor.shape) == (new[name].dtype, new[name].shape)
@@ -62,7 +62,7 @@ def test_negative_zero_and_nan_are_sent() -> None:
     new[70_000], new[99_999] = -0.0, float("nan")
     writer = DeltaWriter()
     assert writer.add("x", old, new)
-    ((_, patched_tensor),) = patched({"x": old}, writer.tensors)
+    ((_, patched_tensor),) = patched({"x": old}, *writer.message())
     assert torch.equal(bits(patched_tensor), bits(new))
     assert not DeltaWriter().add("x", new, new.clone())  # NaN equals itself
 
@@ -74,7 +74,8 @@ def test_delta_size_of_one_percent_changes(dtype: torch.dtype, max_ratio: float)
     new = moved(old, 0.01, generator)
     writer = DeltaWriter()
     writer.add("x", old, new)
-    assert writer.nbytes == sum(tensor.nbytes for tensor in writer.tensors.values())
+    tensors, _ = writer.message()
+    assert writer.nbytes == sum(tensor.nbytes for tensor in tensors.values())
     assert writer.nbytes <= max_ratio * old.nbytes
 
 
@@ -85,26 +86,21 @@ def test_invalid_message_raises() -> None:
     changed[[3, 900]] = 1.0
     writer.add("x", old["x"], changed)
     writer.add("y", old["y"], torch.ones(4))
-    tensors = writer.tensors
-    assert {name for name, _ in patched(old, tensors)} == {"x", "y"}
-    steps, values = tensors["steps/x"], tensors["values/x"]
-    far = steps.to(torch.int64) * 60
-    complete, changes = "complete 'y' that", "changes of 'x' do not fit"
-    for base, message, problem in (
-        (old | {"y": torch.zeros(5)}, tensors, complete),
-        (old | {"y": torch.zeros(4).half()}, tensors, complete),
-        ({"x": old["x"]}, tensors, complete),
-        ({"y": old["y"]}, tensors, changes),
-        (old | {"x": torch.zeros(800)}, tensors, changes),
-        (old | {"x": torch.zeros(1000).half()}, tensors, changes),
-        (old, tensors | {"steps/x": far.to(torch.uint16)}, changes),
-        (old, tensors | {"steps/x": steps.to(torch.int16)}, changes),
-        (old, tensors | {"steps/x": steps[:1]}, changes),
-        (old, tensors | {"steps/x": steps[0], "values/x": values[0]}, changes),
-        (old, tensors | {"steps/x": steps[:0], "values/x": values[:0]}, changes),
-        (old, tensors | {"steps/x": steps * 0}, changes),
-        (old, tensors | {"values/x": values.float()}, changes),
-        (old, {name: tensor for name, tensor in tensors.items() if name != "values/x"}, changes),
+    tensors, text = writer.message()
+    assert {name for name, _ in patched(old, tensors, text)} == {"x", "y"}
+    far = tensors["steps"].to(torch.int64) * 60
+    for damaged, message in (
+        ((old | {"y": torch.zeros(5)}, tensors, text), "complete 'y' that"),
+        (({"y": old["y"]}, tensors, text), "'x', which the last"),
+        (({**old, "x": torch.zeros(800)}, tensors, text), "past its end"),
+        ((old, tensors | {"steps": far.to(torch.uint16)}, text), "past its end"),
+        ((old, tensors | {"steps": tensors["steps"][:1]}, text), "too few changes"),
+        ((old, tensors | {"steps": tensors["steps"] * 0}, text), "past its end"),
+        ((old, tensors | {"values.4": tensors["values.4"].float()}, text), "too few changes"),
+        ((old, tensors, {}), "has no list of"),
+        ((old, tensors, {"sparse": "[[1, 2]]"}), "has no list of"),
+        ((old, tensors, {"sparse": '[["x", -2]]'}), "has no list of"),
+        ((old, tensors, {"sparse": "[" * 100_000}), "has no list of"),
     ):
-        with pytest.raises(EngineError, match=problem):
-            list(patched(base, message))
+        with pytest.raises(EngineError, match=message):
+            list(patched(*damaged))

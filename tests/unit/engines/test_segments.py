@@ -34,11 +34,12 @@ sys.stdin.readline()
 
 
 def test_segment_round_trip() -> None:
-    segment = Segment.write(TENSORS)
+    segment = Segment.write(TENSORS, {"key": "value"})
     try:
-        tensors = Segment.of_json(json.loads(json.dumps(segment.to_json()))).read()
+        tensors, text = Segment.of_json(json.loads(json.dumps(segment.to_json()))).read()
     finally:
         segment.close()
+    assert text == {"key": "value"}
     torch.testing.assert_close(tensors, TENSORS, rtol=0, atol=0)
     tensors["a"][0] = 5.0  # changes this process only, and outlives the segment
     assert tensors["a"].sum() == 50
@@ -53,7 +54,7 @@ def test_segment_round_trip_for_every_dtype() -> None:
     }
     segment = Segment.write(tensors)
     try:
-        read_tensors = segment.read()
+        read_tensors, _ = segment.read()
         assert segment.nbytes == os.fstat(segment.descriptor).st_size
     finally:
         segment.close()
@@ -87,7 +88,7 @@ def test_segment_after_writer_is_killed() -> None:
     writer = subprocess.Popen([sys.executable, "-c", WRITE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert writer.stdout is not None
     segment = Segment.of_json(json.loads(writer.stdout.readline()))
-    tensors = segment.read()
+    tensors, _ = segment.read()
     writer.send_signal(signal.SIGKILL)
     writer.communicate()
     assert tensors["a"].sum() == 45

@@ -209,7 +209,7 @@ def test_deltas_match_dense_updates(architecture: str) -> None:
         update, digests = sender.send(exported(trainer))
         assert digests == {name: tensor_digest(tensor) for name, tensor in exported(trainer)}
         assert update.base == str(number + 1)
-        assert nbytes(update) <= nbytes(dense) + 200 * len(digests)  # a tensor has up to two entries in the header
+        assert nbytes(update) <= nbytes(dense) + 200 * len(digests)  # headers
         assert set(workers.loaded) <= {name for name in digests if digests[name] != before[name]}
         assert not different_tensors(workers.model.state_dict(), trainer.state_dict())
         assert workers.receiver.weights is not None
@@ -414,7 +414,8 @@ def test_damaged_update_raises(llama: PreTrainedModel, monkeypatch: pytest.Monke
     assert not different_tensors(workers.model.state_dict(), before)
 
     def read_damaged(segment: Segment) -> Any:
-        return {name: with_flipped_bit(tensor) for name, tensor in read(segment).items()}
+        tensors, text = read(segment)
+        return {name: with_flipped_bit(tensor) for name, tensor in tensors.items()}, text
 
     def stage_with_damaged_segment(update: Update) -> None:
         with monkeypatch.context() as context:
