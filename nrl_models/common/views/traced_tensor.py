@@ -9,8 +9,16 @@ from typing import Any
 import torch
 
 from nrl_models.common.upstream_torch import without_torch_function
-from nrl_models.common.views.boxes import NotAViewError, boxes_of, pieces_of, step_boxes
-from nrl_models.common.views.view import META, Piece, View, place_of
+from nrl_models.common.views.blocks import Block, through
+from nrl_models.common.views.view import META, Piece, View, offset_through, place_of
+from nrl_models.errors import NRLModelsError
+
+
+class NotAViewError(NRLModelsError):
+    """An operation that is not a view of a parameter was applied to a `TracedTensor`.
+
+    Not a `TypeError`: torch's operators (`tensor * 2`) replace a `TypeError` by a new one.
+    """
 
 
 class TracedTensor(torch.Tensor):
@@ -33,11 +41,22 @@ class TracedTensor(torch.Tensor):
 
     def step(self, method: str, *args: int) -> TracedTensor:
         """Apply one view step, and return the traced result."""
-        shape = place_of(tuple(self.shape), ((method, args),)).shape
-        if len(self.pieces) != 1 or self.pieces[0].region:
-            boxes = step_boxes(boxes_of(tuple(self.shape), self.pieces), tuple(self.shape), method, args)
-            return TracedTensor.of_pieces(shape, self.dtype, pieces_of(shape, boxes))
-        return TracedTensor.of_pieces(shape, self.dtype, (Piece(self.pieces[0].view.then(method, *args)),))
+        before, step = tuple(self.shape), (method, args)
+        after = place_of(before, (step,)).shape
+        if len(self.pieces) == 1 and not self.pieces[0].region:
+            pieces = [Piece(self.pieces[0].view.then(method, *args))]
+        elif not self.numel():  # `through` drops empty blocks
+            pieces = [Piece(piece.view.then("reshape", *after)) for piece in self.pieces]
+        else:
+            blocks = [self._block(piece) for piece in self.pieces]
+            pieces = [_piece(block, after) for old in blocks for block in through([step], before, old)]
+        return TracedTensor.of_pieces(after, self.dtype, tuple(pieces))
+
+    def _block(self, piece: Piece) -> Block:
+        """Return a piece as a block, whose tensor records further steps of the piece's view."""
+        size = place_of(tuple(self.shape), piece.region).shape
+        traced = TracedTensor.of_pieces(size, self.dtype, (Piece(piece.view),))
+        return Block(offset_through(piece.region, (0,) * self.ndim), traced)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -55,6 +74,14 @@ class TracedTensor(torch.Tensor):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TracedTensor:
         return self
+
+
+def _piece(block: Block, shape: Sequence[int]) -> Piece:
+    """Return a traced block of a tensor of `shape` as a piece, with a `narrow` for each dimension it does not fill."""
+    assert isinstance(block.tensor, TracedTensor)
+    sizes = enumerate(zip(block.offset, block.shape, shape, strict=True))
+    region = [("narrow", (dim, start, length)) for dim, (start, length, whole) in sizes if length != whole]
+    return Piece(block.tensor.pieces[0].view, tuple(region))
 
 
 # Implementations of torch operations on traced tensors. Argument names are torch's.

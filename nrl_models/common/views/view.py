@@ -58,8 +58,9 @@ class View:
     steps: tuple[Step, ...] = ()
 
     def then(self, method: str, *args: int) -> View:
-        """Return this view with another step."""
-        return View(self.parameter, (*self.steps, (method, args)))
+        """Return this view with another step. A reshape replaces a reshape before it."""
+        is_replaced = method == "reshape" and self.steps and self.steps[-1][0] == "reshape"
+        return View(self.parameter, (*(self.steps[:-1] if is_replaced else self.steps), (method, args)))
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the region of `tensor`. It shares storage with `tensor` if strides can express the steps."""

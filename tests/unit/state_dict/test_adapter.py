@@ -36,7 +36,7 @@ from nrl_models import AutoModelForCausalLM, StateDictAdapter, StateDictError, r
 from nrl_models.auto import auto_class_of
 from nrl_models.common.state_dict.layouts import convert_layout
 from nrl_models.common.upstream_conversions import describe_conversion
-from nrl_models.common.views.boxes import NotAViewError
+from nrl_models.common.views.traced_tensor import NotAViewError
 from nrl_models.errors import UnknownArgumentError
 from nrl_models.families.llama.model import LlamaFamily
 from nrl_models.testing.case import FamilyCase

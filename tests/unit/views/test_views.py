@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from nrl_models.common.views.boxes import NotAViewError
-from nrl_models.common.views.traced_tensor import TracedTensor
+from nrl_models.common.views.traced_tensor import NotAViewError, TracedTensor
 from nrl_models.common.views.view import HFTensor, Piece, Place, View
 
 SHAPE = (6, 4, 10)
@@ -103,6 +102,13 @@ def test_writing_after_copying_reshape_raises() -> None:
 def test_unknown_step_raises() -> None:
     with pytest.raises(ValueError, match="unknown step flip"):
         View("w").then("flip", 0).place_in(SHAPE)
+
+
+def test_reshape_replaces_reshape_before_it() -> None:
+    view = View("w").then("reshape", 24, 10).then("reshape", 240)
+    assert view == View("w").then("reshape", 240)
+    rows = view.then("narrow", 0, 0, 24).then("reshape", 4, 6)
+    assert [method for method, _ in rows.steps] == ["reshape", "narrow", "reshape"]
 
 
 def test_view_str() -> None:

@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from nrl_models.common.state_dict.blocks import Block, through
+from nrl_models.common.views.blocks import Block, through
 from nrl_models.common.views.view import View, apply_steps
 
 VIEWS = {
@@ -22,8 +22,8 @@ VIEWS = {
     ),
     "rotary rows": View("p").then("reshape", 3, 4, 2, 8).then("transpose", 1, 2).then("reshape", 24, 8),
     "flat": View("p").then("reshape", 192),
-    "regrouped": View("p").then("reshape", 8, 3, 8).then("reshape", 4, 6, 8).then("reshape", 12, 16),
-    "dimensions of size one": View("p").then("reshape", 24, 1, 8, 1).then("reshape", 1, 24, 8),
+    "regrouped": View("p", (("reshape", (8, 3, 8)), ("reshape", (4, 6, 8)), ("reshape", (12, 16)))),
+    "dimensions of size one": View("p", (("reshape", (24, 1, 8, 1)), ("reshape", (1, 24, 8)))),
 }
 SHAPE = (24, 8)
 
