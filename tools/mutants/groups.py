@@ -14,7 +14,6 @@ from nrl_models.common.projections import (
     CombinedProjections,
     LinearGroup,
     group,
-    group_memory,
     groups_of,
     matmul,
     memory,
@@ -96,9 +95,15 @@ def _without_last_bias(joined_linear: Callable[..., Outputs], *given: Any) -> Ou
     return joined_linear(*others, bias, lengths)
 
 
-def _is_laid(tensor: torch.Tensor, *place: Any) -> bool:
-    """Return True for every tensor."""
-    return True
+def _kept_at_join(put_side_by_side: Callable[..., bool], self: LinearGroup) -> bool:
+    self.__dict__.pop("_kept", None)
+    waits = put_side_by_side(self)
+    self.__dict__["_kept"] = self.joinable_weights(list(self.linears.values()))
+    return waits
+
+
+def _kept_weights(joinable_weights: Callable[..., Any], self: LinearGroup, linears: Any) -> Any:
+    return self.__dict__.get("_kept") or joinable_weights(self, linears)
 
 
 def _remembered(self: Any, number: int, input: torch.Tensor) -> torch.Tensor:
@@ -200,7 +205,13 @@ MUTANTS = (
     Mutant(
         "a weight elsewhere in memory ignored",
         "`weight.data = ...`, or another parameter: what was the neighbor computes on",
-        in_code(combines, lambda case: [(group_memory, "_is_at", _is_laid)]),
+        in_code(
+            combines,
+            lambda case: [
+                wrapped(LinearGroup, "_put_side_by_side", _kept_at_join),
+                wrapped(LinearGroup, "joinable_weights", _kept_weights),
+            ],
+        ),
         ("test_replaced_weights",),
     ),
     Mutant(

@@ -27,8 +27,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from nrl_models.common.projections.group_memory import BufferLayout, JoinedWeights
-from nrl_models.common.projections.matmul import joined_linear
+from nrl_models.common.projections.matmul import JoinedWeights, joined_linear
 from nrl_models.common.projections.memory import Buffer, owns_storage
 from nrl_models.common.projections.obstacles import (
     KINDS,
@@ -81,7 +80,7 @@ class LinearGroup(nn.Module):
         for linear in linears.values():
             if isinstance(linear.__dict__.get("forward"), OwnForward):  # copied during a forward of the original
                 del linear.__dict__["forward"]
-        self._layout: BufferLayout | None = None
+        self.is_joined = False
         self._run: GroupRun | None = None
         self._busy = Lock()  # held during a run
         self._uncalled: tuple[str, ...] = ()
@@ -119,7 +118,7 @@ class LinearGroup(nn.Module):
             True if it is worth trying again later, because a parameter's memory has other references or a transform of
             `torch.func` is active.
         """
-        self._layout, self._uncalled = None, ()
+        self.is_joined, self._uncalled = False, ()
         if self.obstacle():
             return False
         if functorch_transforms_are_active():
@@ -129,24 +128,16 @@ class LinearGroup(nn.Module):
             return self._put_side_by_side()
 
     def _put_side_by_side(self) -> bool:
-        buffers = {}
-        for kind, parameters in self._parameters_by_kind().items():
+        for parameters in self._parameters_by_kind().values():
             tensors: list[torch.Tensor] = [self.memory_of(parameter) for parameter in parameters]  # type: ignore[misc]
-            buffer = Buffer.of(tensors)
-            if buffer is None:
+            if Buffer.of(tensors) is None:
                 if not all(owns_storage(tensor) for tensor in tensors):
                     return True
                 buffer = Buffer(torch.cat([tensor.detach() for tensor in tensors]), [len(tensor) for tensor in tensors])
                 for parameter, neighbor in zip(parameters, buffer.neighbors(), strict=True):
                     self.set_memory(parameter, neighbor)
-            buffers[kind] = buffer
-        self._layout = BufferLayout(buffers["weight"], buffers.get("bias"))
+        self.is_joined = True
         return False
-
-    @property
-    def is_joined(self) -> bool:
-        """Return True if `join` made the weights contiguous. They may have been moved since."""
-        return self._layout is not None
 
     def values_of(self, parameter: torch.Tensor) -> torch.Tensor:
         """Return this process's part of a parameter."""
@@ -230,10 +221,10 @@ class LinearGroup(nn.Module):
 
     def _are_neighbors(self) -> bool:
         """Return True if all parameters are still at the location where `join` moved them."""
-        if self._layout is None:
+        if not self.is_joined:
             return False
         kinds = self._parameters_by_kind().values()
-        buffers = [Buffer.of([self.memory_of(parameter) for parameter in parameters]) for parameters in kinds]  # type: ignore[misc]
+        buffers = [Buffer.of([self.memory_of(parameter) for parameter in parameters]) for parameters in kinds]
         return all(buffer is not None for buffer in buffers)
 
     # Computing
@@ -244,7 +235,7 @@ class LinearGroup(nn.Module):
 
     def joinable_weights(self, linears: Sequence[nn.Module | None]) -> JoinedWeights | None:
         """Return the fused weights of `linears` if one matmul gives the same result; else None."""
-        weights = None if self._layout is None else self._layout.weights_of(linears)
+        weights = JoinedWeights.of(linears) if self.is_joined else None
         return weights if weights is not None and weights.learn_alike() else None
 
     def compute(self, input: torch.Tensor, weights: JoinedWeights | None) -> tuple[torch.Tensor, ...]:
@@ -278,7 +269,7 @@ class LinearGroup(nn.Module):
 
         During a run of another thread, this thread's linears run separately.
         """
-        if self._layout is None and not self.always_answers:
+        if not self.is_joined and not self.always_answers:
             return None
         # Activation checkpointing, a hook on saved tensors, runs the forward again and compares. It would fail if the
         # group were used only the first time.
@@ -332,7 +323,7 @@ class LinearGroup(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state without references to this object's memory."""
-        made_here = {"_references", "_answers", "_layout", "_run", "_busy", "_uncalled", "names"}
+        made_here = {"_references", "_answers", "is_joined", "_run", "_busy", "_uncalled", "names"}
         state = {name: value for name, value in self.__dict__.items() if name not in made_here}
         return {**state, "linears": self.linears}
 

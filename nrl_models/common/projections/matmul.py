@@ -4,12 +4,44 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 from torch.nn import functional as F
 
-from nrl_models.common.projections.memory import version_of
+from nrl_models.common.projections.memory import Buffer, version_of
+
+
+class JoinedWeights(NamedTuple):
+    """Arguments of `joined_linear` other than the input."""
+
+    weights: list[torch.Tensor]
+    biases: list[torch.Tensor]
+    weight_rows: torch.Tensor
+    bias_rows: torch.Tensor | None
+    lengths: tuple[int, ...]
+
+    @staticmethod
+    def of(linears: Sequence[nn.Module | None]) -> JoinedWeights | None:
+        """Return the parameters of `linears` and their buffers; None if some are in no buffer."""
+        parameters = [{} if linear is None else linear._parameters for linear in linears]
+        weights, biases = [own.get("weight") for own in parameters], [own.get("bias") for own in parameters]
+        weight_buffer = Buffer.of(weights)
+        if weight_buffer is None:
+            return None
+        if all(bias is None for bias in biases):
+            return JoinedWeights(weights, [], weight_buffer.rows, None, weight_buffer.lengths)  # type: ignore[arg-type]
+        bias_buffer = Buffer.of(biases)
+        if bias_buffer is None:
+            return None
+        return JoinedWeights(weights, biases, weight_buffer.rows, bias_buffer.rows, weight_buffer.lengths)  # type: ignore[arg-type]
+
+    def learn_alike(self) -> bool:
+        """Return True if all weights agree on `requires_grad`, and all biases do too."""
+        if not torch.is_grad_enabled():
+            return True
+        return all(len({tensor.requires_grad for tensor in tensors}) < 2 for tensors in (self.weights, self.biases))
 
 
 def joined_linear(

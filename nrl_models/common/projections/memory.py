@@ -11,12 +11,16 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils.dlpack import from_dlpack, to_dlpack
 
 from nrl_models.common.upstream_torch import storage_use_count
 
 _DLPACK_DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16, torch.float64})
 """Dtypes that pass through DLPack; others pass as bytes."""
+
+_PLAIN = frozenset({nn.Parameter, torch.Tensor})
+"""Classes of tensors in a buffer. Subclasses may have their memory elsewhere."""
 
 
 class Buffer:
@@ -27,11 +31,12 @@ class Buffer:
         lengths: Number of rows of each tensor.
     """
 
-    __slots__ = ("__weakref__", "lengths", "rows")
+    __slots__ = ("__weakref__", "_places", "lengths", "rows")
 
     def __init__(self, rows: torch.Tensor, lengths: Sequence[int]) -> None:
         self.rows = rows
         self.lengths = tuple(lengths)
+        self._places = [(part.data_ptr(), part.shape, part.dtype) for part in rows.split(self.lengths)]
 
     @staticmethod
     def shape_of(shapes: Sequence[Sequence[int]]) -> tuple[int, ...]:
@@ -50,21 +55,28 @@ class Buffer:
             result.append(neighbor)
         return result
 
-    def places(self) -> tuple[tuple[int, torch.Size], ...]:
-        """Return the address and shape of each tensor."""
-        return tuple((rows.data_ptr(), rows.shape) for rows in self.rows.split(self.lengths))
-
     @staticmethod
-    def of(tensors: Sequence[torch.Tensor]) -> Buffer | None:
-        """Return the buffer whose rows are exactly `tensors`, in this order; None if there is none."""
-        buffer = getattr(tensors[0].untyped_storage(), "nrl_buffer", None)
-        if buffer is None or buffer.lengths != tuple(len(tensor) for tensor in tensors):
+    def of(tensors: Sequence[torch.Tensor | None]) -> Buffer | None:
+        """Return the buffer whose rows are exactly `tensors`, in this order; None if there is none.
+
+        The objects may be new: under tensor parallelism, a plain tensor over this rank's memory replaces a parameter.
+        """
+        first: Any = tensors[0]
+        buffer = getattr(first.untyped_storage(), "nrl_buffer", None) if type(first) in _PLAIN else None
+        if buffer is None or len(tensors) != len(buffer.lengths):
             return None
-        for tensor, rows in zip(tensors, buffer.rows.split(buffer.lengths), strict=True):
-            same_place = tensor.data_ptr() == rows.data_ptr() and tensor.dtype == rows.dtype
-            if not (same_place and tensor.shape == rows.shape and tensor.is_contiguous()):
-                return None
-        return buffer
+        return buffer if all(map(_is_at, tensors, buffer._places)) else None
+
+
+def _is_at(tensor: Any, place: tuple[int, torch.Size, torch.dtype]) -> bool:
+    """Return True if a parameter or plain tensor is the contiguous memory at an address, with a shape and dtype."""
+    return (
+        type(tensor) in _PLAIN
+        and tensor.data_ptr() == place[0]
+        and tensor.shape == place[1]
+        and tensor.dtype is place[2]
+        and tensor.is_contiguous()
+    )
 
 
 def own_storage(tensor: torch.Tensor) -> torch.Tensor:

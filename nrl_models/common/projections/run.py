@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.autograd import forward_ad
 
-from nrl_models.common.projections.group_memory import JoinedWeights
+from nrl_models.common.projections.matmul import JoinedWeights
 from nrl_models.common.projections.memory import version_of
 from nrl_models.common.upstream_torch import (
     DeviceContext,

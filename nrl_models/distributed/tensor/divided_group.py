@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 from nrl_models.common.projections import LinearGroup
-from nrl_models.common.projections.group_memory import JoinedWeights
+from nrl_models.common.projections.matmul import JoinedWeights
 from nrl_models.distributed.shards import local_of
 from nrl_models.distributed.tensor.local_tensors import OnLocalTensors
 from nrl_models.distributed.tensor.styles import LinearOfWholeInput, entering
