@@ -31,6 +31,9 @@ QUERY, KEY, VALUE = ("q_proj", "query", "q"), ("k_proj", "key", "k"), ("v_proj",
 GATE, UP = ("gate_proj", "w1"), ("up_proj", "w3")
 """Names of linears with the same role."""
 
+FIRST_WEIGHT = 5
+"""Index of the first weight among the arguments of the fused matmul's autograd function, and of its gradients."""
+
 Outputs = tuple[torch.Tensor, ...]
 
 
@@ -139,23 +142,21 @@ def _alike(case: FamilyCase) -> bool:
     return any(len(set(group)) < len(group) for group in sizes)
 
 
-def _gradients_exchanged(jointly: Callable[..., Any], ctx: Any, *given: Any) -> Any:
-    input_gradient, weights, biases = jointly(ctx, *given)
-    weights = list(weights)
-    alike = (pair for pair in combinations(range(len(weights)), 2) if ctx.lengths[pair[0]] == ctx.lengths[pair[1]])
+def _gradients_exchanged(backward: Callable[..., Any], ctx: Any, *gradients: Any) -> Any:
+    found = list(backward(ctx, *gradients))
+    alike = (pair for pair in combinations(range(len(ctx.lengths)), 2) if len({ctx.lengths[at] for at in pair}) == 1)
     for left, right in islice(alike, 1):
-        weights[left], weights[right] = weights[right], weights[left]
-    return input_gradient, weights, biases
+        left, right = FIRST_WEIGHT + left, FIRST_WEIGHT + right
+        found[left], found[right] = found[right], found[left]
+    return tuple(found)
 
 
-def _zeros_for_the_unused(
-    separately: Callable[..., Any], ctx: Any, input: torch.Tensor, weights: Any, gradients: Any
-) -> Any:
-    input_gradient, found, biases = separately(ctx, input, weights, gradients)
-    size = input.shape[-1] if input is not None else 0
-    given = next(gradient for gradient in gradients if gradient is not None)
-    zeros = [given.new_zeros(length, size) if ctx.wants_weights else None for length in ctx.lengths]
-    return input_gradient, [own if own is not None else zero for own, zero in zip(found, zeros, strict=True)], biases
+def _zeros_for_the_unused(backward: Callable[..., Any], ctx: Any, *gradients: Any) -> Any:
+    found = list(backward(ctx, *gradients))
+    for at, weight in enumerate(ctx.weights, FIRST_WEIGHT):
+        if found[at] is None and ctx.wants_weights:
+            found[at] = torch.zeros_like(weight)
+    return tuple(found)
 
 
 def _not_joined_again(self: LinearGroup, state: dict[str, Any]) -> None:
@@ -223,13 +224,13 @@ MUTANTS = (
     Mutant(
         "gradients of two parts exchanged",
         "the rows of one gradient handed out in another order",
-        in_code(_alike, lambda case: [wrapped(matmul, "_jointly", _gradients_exchanged)]),
+        in_code(_alike, lambda case: [wrapped(matmul._JoinedLinear, "backward", _gradients_exchanged)]),
         TRAINING,
     ),
     Mutant(
         "zeros for a part that was not used",
         "a gradient that is zero where there is none: weight decay and momentum move what did not learn",
-        in_code(combines, lambda case: [wrapped(matmul, "_separately", _zeros_for_the_unused)]),
+        in_code(combines, lambda case: [wrapped(matmul._JoinedLinear, "backward", _zeros_for_the_unused)]),
         ("test_unused_parts_get_no_gradient",),
     ),
     Mutant(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from math import prod
 from typing import Any, NamedTuple
 
@@ -118,38 +118,34 @@ class _JoinedLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[Any, ...]:
         input, rows = ctx.saved_tensors
-        differentiates = torch.is_grad_enabled()
+        lengths, differentiates = list(ctx.lengths), torch.is_grad_enabled()
+        used = [number for number, gradient in enumerate(gradients) if gradient is not None]
         if ctx.wants_input and (differentiates or not ctx.is_cast):  # otherwise a cast copy was used, and saved
-            _check_versions(ctx, [gradient is not None for gradient in gradients])
-        if differentiates or any(gradient is None for gradient in gradients):
-            weights = [None] * len(ctx.lengths)
-            if ctx.wants_input and differentiates:
-                weights = [weight.to(rows.dtype) for weight in ctx.weights]
-            elif ctx.wants_input:
-                weights = rows.split(list(ctx.lengths))
-            found = _separately(ctx, input, weights, gradients)
+            _check_versions(ctx, used)
+        # Linears whose gradients are computed together, the gradient of their outputs `(N, O)`, and their weights.
+        parts: list[tuple[list[int], Any, torch.Tensor | None]]
+        if differentiates or len(used) < len(lengths):
+            weights: Sequence[torch.Tensor | None] = [None] * len(lengths)
+            if ctx.wants_input:
+                weights = [weight.to(rows.dtype) for weight in ctx.weights] if differentiates else rows.split(lengths)
+            parts = [([number], gradients[number], weights[number]) for number in used]
         else:
-            found = _jointly(ctx, input, rows, torch.cat(gradients, -1))  # type: ignore[arg-type]
-        input_gradient, weight_gradients, bias_gradients = found
-        return (input_gradient, None, None, None, None, *weight_gradients, *bias_gradients)
-
-
-Gradients = tuple[torch.Tensor | None, Sequence[torch.Tensor | None], Sequence[torch.Tensor | None]]
-"""Gradients of the input, of each weight, of each bias."""
-
-
-def _jointly(ctx: Any, input: torch.Tensor | None, rows: torch.Tensor | None, gradient: torch.Tensor) -> Gradients:
-    """Compute all gradients from the gradient of the fused output, `(N, C)`. Gradients of linears are views of rows."""
-    lengths = list(ctx.lengths)
-    input_gradient = gradient @ rows if rows is not None else None
-    weight_gradients: Sequence[torch.Tensor | None] = [None] * len(lengths)
-    bias_gradients: Sequence[torch.Tensor | None] = [None] * len(lengths) if ctx.has_bias else []
-    if ctx.wants_weights:
-        assert input is not None
-        weight_gradients = _cut((gradient.t() @ input).to(ctx.dtype), lengths)
-    if ctx.wants_biases:
-        bias_gradients = _cut(gradient.sum(0).to(ctx.dtype), lengths)
-    return input_gradient, weight_gradients, bias_gradients
+            parts = [(used, torch.cat(gradients, -1), rows)]  # type: ignore[arg-type]
+        input_gradient = None
+        of_weights: dict[int, torch.Tensor] = {}
+        of_biases: dict[int, torch.Tensor] = {}
+        for numbers, gradient, weight in parts:
+            sizes = [lengths[number] for number in numbers]
+            if weight is not None:
+                share = gradient @ weight
+                input_gradient = share if input_gradient is None else input_gradient + share
+            if ctx.wants_weights:
+                of_weights.update(zip(numbers, _cut((gradient.t() @ input).to(ctx.dtype), sizes), strict=True))
+            if ctx.wants_biases:
+                of_biases.update(zip(numbers, _cut(gradient.sum(0).to(ctx.dtype), sizes), strict=True))
+        order = range(len(lengths))
+        bias_gradients = map(of_biases.get, order) if ctx.has_bias else ()
+        return (input_gradient, None, None, None, None, *map(of_weights.get, order), *bias_gradients)
 
 
 def _cut(gradient: torch.Tensor, lengths: list[int]) -> Sequence[torch.Tensor]:
@@ -160,39 +156,15 @@ def _cut(gradient: torch.Tensor, lengths: list[int]) -> Sequence[torch.Tensor]:
         return gradient.split(lengths)
 
 
-def _separately(
-    ctx: Any,
-    input: torch.Tensor | None,
-    weights: Sequence[torch.Tensor | None],
-    gradients: Sequence[torch.Tensor | None],
-) -> Gradients:
-    """Compute the gradients one by one, only for linears that were used. Supports second derivatives."""
-    count = len(ctx.lengths)
-    input_gradient = None
-    weight_gradients: list[torch.Tensor | None] = [None] * count
-    bias_gradients: list[torch.Tensor | None] = [None] * count if ctx.has_bias else []
-    for number, (weight, gradient) in enumerate(zip(weights, gradients, strict=True)):
-        if gradient is None:
-            continue
-        if weight is not None:
-            share = gradient @ weight
-            input_gradient = share if input_gradient is None else input_gradient + share
-        if ctx.wants_weights:
-            assert input is not None
-            weight_gradients[number] = (gradient.t() @ input).to(ctx.dtype)
-        if ctx.wants_biases:
-            bias_gradients[number] = gradient.sum(0).to(ctx.dtype)
-    return input_gradient, weight_gradients, bias_gradients
-
-
-def _check_versions(ctx: Any, used: Sequence[bool]) -> None:
+def _check_versions(ctx: Any, used: Iterable[int]) -> None:
     """Raise if a weight that a gradient needs has changed since the forward.
 
     Raises:
         RuntimeError: The same as torch's.
     """
-    for weight, version, is_used in zip(ctx.weights, ctx.versions, used, strict=True):
-        if is_used and version is not None and weight._version != version:
+    for number in used:
+        weight, version = ctx.weights[number], ctx.versions[number]
+        if version is not None and weight._version != version:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: a "
                 f"weight of shape {tuple(weight.shape)}, of a group of projections, is at version {weight._version}; "
