@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from nrl_models.common.logs import get_logger
 from nrl_models.common.model_components.routers import routers_of
 from nrl_models.common.modules import input_embeddings
+from nrl_models.common.recording import modules_running
 from nrl_models.errors import UnknownArgumentError, did_you_mean, listed, shown
 
 logger = get_logger(__name__)
@@ -187,17 +188,8 @@ def unreachable_parameters(model: nn.Module, run: Callable[[], torch.Tensor]) ->
         ValueError: If the result of `run` has no graph.
     """
     called: set[str] = set()
-
-    def note(name: str) -> Callable[..., None]:
-        return lambda *_: called.add(name)
-
-    handles = [module.register_forward_pre_hook(note(name)) for name, module in model.named_modules()]
-    try:
-        with torch.enable_grad():
-            loss = run()
-    finally:
-        for handle in handles:
-            handle.remove()
+    with torch.enable_grad(), modules_running(model, lambda name, *_: called.add(name)):
+        loss = run()
     if loss.grad_fn is None:
         raise ValueError("the loss has no graph: every parameter is frozen, or `run` computes it under torch.no_grad()")
     reached = _leaves(loss)
