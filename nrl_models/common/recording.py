@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial, wraps
-from threading import Lock, RLock, get_ident
+from threading import RLock, get_ident
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -121,25 +121,10 @@ def forward_replaced(module: nn.Module, forward: Callable[..., Any], *, other_th
             module.__dict__["forward"] = before
 
 
-class _ModelLocks:
-    """A lock for each model."""
+_locks: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
+"""A lock for each model."""
 
-    def __init__(self) -> None:
-        self.renew()
-        in_forked_child(self.renew)
-
-    def renew(self) -> None:
-        """Forget all locks."""
-        self._lock = Lock()
-        self._locks: WeakKeyDictionary[nn.Module, Any] = WeakKeyDictionary()
-
-    def of(self, model: nn.Module) -> Any:
-        """Return the lock of a model."""
-        with self._lock:
-            return self._locks.setdefault(model, RLock())
-
-
-_locks = _ModelLocks()
+in_forked_child(_locks.clear)
 
 
 def one_thread_per_model(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -147,7 +132,7 @@ def one_thread_per_model(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(function)
     def locked(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        with _locks.of(innermost(model)):
+        with _locks.setdefault(innermost(model), RLock()):  # atomic
             return function(model, *args, **kwargs)
 
     return locked
