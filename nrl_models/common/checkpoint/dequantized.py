@@ -17,7 +17,7 @@ stacking of experts and sharding work as for unquantized checkpoints.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -87,28 +87,7 @@ class Quantized:
     block: tuple[int, ...] | None
 
 
-class ComputedFiles(CheckpointFiles):
-    """Checkpoint files in which some tensors (`dequantized`) are computed from others by `stored_parts`."""
-
-    def read(self, tensor: StoredTensor) -> torch.Tensor:
-        """Return the tensor's values, dequantized again in each call if it is quantized."""
-        if tensor.key not in self.dequantized:
-            return self.read_stored(tensor)
-        stored, compute = self.stored_parts(tensor)
-        return stored[0] if compute is None else compute(*stored)
-
-    def read_stored(self, tensor: StoredTensor) -> torch.Tensor:
-        """Return the tensor's stored values, see `CheckpointFiles.read`."""
-        return super().read(tensor)
-
-    def read_joined(self, tensors: Sequence[StoredTensor], shape: tuple[int, ...]) -> torch.Tensor | None:
-        """Return None if a tensor is quantized; otherwise see `CheckpointFiles.read_joined`."""
-        if any(tensor.key in self.dequantized for tensor in tensors):
-            return None
-        return super().read_joined(tensors, shape)
-
-
-class DequantizedFiles(ComputedFiles):
+class DequantizedFiles(CheckpointFiles):
     """Tensors of a quantized checkpoint by key, dequantized on read.
 
     FP8: `weight` and its scales are read as `weight` in fp32; activation scales are dropped. MXFP4:

@@ -63,7 +63,7 @@ class CheckpointFiles:
         folder: The directory. If a save is being moved into place, the location of its files.
         tensors: All tensors by key.
         seen: State of each file that was read, by file name; None for files that do not exist.
-        dequantized: Keys of tensors that are computed when they are read; empty in this class.
+        dequantized: Keys of tensors that `stored_parts` computes when they are read; empty in this class.
         is_private: Whether nothing else writes to the memory that `read` returns, so that a model may keep it.
 
     Raises:
@@ -123,7 +123,14 @@ class CheckpointFiles:
         return dtype_name(tensor.dtype)
 
     def read(self, tensor: StoredTensor) -> torch.Tensor:
-        """Return the tensor's values as a private (copy-on-write) memory-mapped view, without a copy."""
+        """Return the tensor's values: computed again in each call if it is `dequantized`, else as in `read_stored`."""
+        if tensor.key not in self.dequantized:
+            return self.read_stored(tensor)
+        stored, compute = self.stored_parts(tensor)
+        return stored[0] if compute is None else compute(*stored)
+
+    def read_stored(self, tensor: StoredTensor) -> torch.Tensor:
+        """Return the tensor's stored values as a private (copy-on-write) memory-mapped view, without a copy."""
         if tensor.numel == 0:
             return torch.empty(tensor.shape, dtype=tensor.dtype)
         pages, first = self._mapped(tensor.file)
@@ -144,8 +151,10 @@ class CheckpointFiles:
     def read_joined(self, tensors: Sequence[StoredTensor], shape: tuple[int, ...]) -> torch.Tensor | None:
         """Return a memory-mapped tensor of `shape` with the concatenated elements of `tensors`.
 
-        None if that would need a copy, see `map_runs`.
+        None if that would need a copy, see `map_runs`, or if a tensor is `dequantized`.
         """
+        if not self.dequantized.isdisjoint(tensor.key for tensor in tensors):
+            return None
         parts = [tensor for tensor in tensors if tensor.numel]
         runs = joined([ByteRange(self._descriptor(part.file), part.start, part.nbytes) for part in parts])
         mapped = None
@@ -309,10 +318,8 @@ def _are_same(files: CheckpointFiles, tensor: StoredTensor, others: CheckpointFi
     """Return True if two stored tensors are bitwise equal."""
     if (tensor.shape, tensor.dtype) != (other.shape, other.dtype):
         return False
-    first, second = (
-        source.read(each).reshape(-1).view(torch.uint8) for source, each in ((files, tensor), (others, other))
-    )
-    return torch.equal(first, second)
+    first, second = files.read(tensor).reshape(-1), others.read(other).reshape(-1)
+    return torch.equal(first.view(torch.uint8), second.view(torch.uint8))
 
 
 def require_readable(folder: Path) -> dict[str, Identity | None]:

@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from packaging.version import Version
 
-from nrl_models.common.checkpoint.dequantized import CACHE_SCALES, ComputedFiles, from_fp8, settings_of
+from nrl_models.common.checkpoint.dequantized import CACHE_SCALES, from_fp8, settings_of
+from nrl_models.common.checkpoint.files import CheckpointFiles
 from nrl_models.common.checkpoint.stored_tensors import StoredTensor
 from nrl_models.common.compressed.compressed_shapes import expected_dtypes, expected_shapes, plain_shape
 from nrl_models.errors import CheckpointError, Problem, ProblemKind, UnmetRequirementError, one_line, shown
@@ -74,7 +75,7 @@ class Compressed:
     format: str
 
 
-class CompressedFiles(ComputedFiles):
+class CompressedFiles(CheckpointFiles):
     """Tensors of a compressed-tensors checkpoint by key, dequantized on read.
 
     A weight and its scales are read as `weight` in fp32. Scales of activations and of the key-value cache are dropped.
