@@ -28,44 +28,36 @@ def files_inside(
             a file nor a directory. Lists all of them.
     """
     root = folder.resolve()
-    found = _Files(contents_of(root), {path.resolve() for path in left_out}, ignored)
-    files = dict(found.below(folder, Path(), (root,)))
-    if found.problems:
-        advice = "put the files themselves into the directory, or remove the links"
-        raise CheckpointError(f"cannot copy what is in {folder}", found.problems, [advice])
-    return files
+    allowed, skipped = contents_of(root), {path.resolve() for path in left_out}
+    problems: list[Problem] = []
 
+    def note(place: Path, detail: str) -> None:
+        problems.append(Problem(ProblemKind.FILE, str(place), detail))
 
-class _Files:
-    """Walks a directory, and collects problems."""
-
-    def __init__(
-        self, allowed: list[Path], left_out: set[Path], ignored: Callable[[str, list[str]], Collection[str]]
-    ) -> None:
-        self.allowed, self.left_out, self.ignored = allowed, left_out, ignored
-        self.problems: list[Problem] = []
-
-    def below(self, folder: Path, at: Path, parents: tuple[Path, ...]) -> Iterator[tuple[Path, Path]]:
+    def below(folder: Path, at: Path, parents: tuple[Path, ...]) -> Iterator[tuple[Path, Path]]:
         """Yield the files of `folder`, which has relative path `at` and parent directories `parents`."""
         names = sorted(path.name for path in folder.iterdir())
-        for name in sorted(set(names) - set(self.ignored(str(folder), names))):
+        for name in sorted(set(names) - set(ignored(str(folder), names))):
             path, place = folder / name, at / name
             try:
                 real = path.resolve(strict=True)
             except (OSError, RuntimeError):  # RuntimeError: links in a circle, before Python 3.13
-                self._problem(place, "is a link that leads nowhere")
+                note(place, "is a link that leads nowhere")
                 continue
-            if not any(real.is_relative_to(allowed) for allowed in self.allowed):
-                self._problem(place, f"is a link that leaves the directory, to {real}")
+            if not any(real.is_relative_to(directory) for directory in allowed):
+                note(place, f"is a link that leaves the directory, to {real}")
             elif real.is_dir():
                 if real in parents:
-                    self._problem(place, f"is a link to {real}, which it is in")
-                elif real not in self.left_out:
-                    yield from self.below(path, place, (*parents, real))
+                    note(place, f"is a link to {real}, which it is in")
+                elif real not in skipped:
+                    yield from below(path, place, (*parents, real))
             elif real.is_file():
                 yield place, real
             else:
-                self._problem(place, "is neither a file nor a directory")
+                note(place, "is neither a file nor a directory")
 
-    def _problem(self, place: Path, detail: str) -> None:
-        self.problems.append(Problem(ProblemKind.FILE, str(place), detail))
+    files = dict(below(folder, Path(), (root,)))
+    if problems:
+        advice = "put the files themselves into the directory, or remove the links"
+        raise CheckpointError(f"cannot copy what is in {folder}", problems, [advice])
+    return files
