@@ -2,7 +2,7 @@
 
 Other modules import them from here, which a test checks. The release check (`tools/release_check`) looks up each name
 in the wheel of a new torch without importing it. Each private name has an alias here, so a new version of torch only
-changes this module.
+changes this module. Private attributes of torch's objects are used everywhere, and listed in the release check.
 """
 
 from __future__ import annotations
@@ -40,7 +40,6 @@ from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 __all__ = [
     "FLATTENED",
     "FSDP1_NAME",
-    "PRIVATE_ATTRIBUTES",
     "WRAPPED_NAMES",
     "WRAPPERS",
     "ConvNd",
@@ -134,7 +133,7 @@ local_scalar_dense = torch.ops.aten._local_scalar_dense
 
 
 class PrivateAttribute(NamedTuple):
-    """A private attribute of torch's objects that this library reads or sets.
+    """An attribute of torch's objects that this library reads.
 
     Attributes:
         module: Module that defines the class.
@@ -147,39 +146,7 @@ class PrivateAttribute(NamedTuple):
     name: str
 
 
-PRIVATE_ATTRIBUTES = (
-    PrivateAttribute("torch._C", "TensorBase", "_make_wrapper_subclass"),
-    PrivateAttribute("torch._C", "TensorBase", "_version"),
-    PrivateAttribute("torch.storage", "_StorageBase", "_cdata"),
-    PrivateAttribute("torch._ops", "OpOverload", "_schema"),
-    PrivateAttribute("torch.autograd.forward_ad", "", "_current_level"),
-    PrivateAttribute("torch.distributed._state_dict_utils", "", "_distribute_tensors"),
-    PrivateAttribute("torch.distributed.tensor._api", "DTensor", "__create_chunk_list__"),
-    PrivateAttribute("torch.distributed.tensor._api", "DTensor", "__create_write_items__"),
-    PrivateAttribute("torch.distributed.tensor._api", "DTensor", "__get_tensor_shard__"),
-    PrivateAttribute("torch.distributed.tensor._api", "DTensor", "_local_tensor"),
-    PrivateAttribute("torch.nn.modules.module", "Module", "_backward_hooks"),
-    PrivateAttribute("torch.nn.modules.module", "Module", "_backward_pre_hooks"),
-    PrivateAttribute("torch.nn.modules.module", "Module", "_buffers"),
-    PrivateAttribute("torch.nn.modules.module", "Module", "_compiled_call_impl"),
-    PrivateAttribute("torch.nn.modules.module", "Module", "_forward_hooks"),
-    PrivateAttribute("torch.nn.modules.module", "Module", "_forward_pre_hooks"),
-    PrivateAttribute("torch.nn.modules.module", "Module", "_metadata"),
-    PrivateAttribute("torch.nn.modules.module", "Module", "_modules"),
-    PrivateAttribute("torch.nn.modules.module", "Module", "_non_persistent_buffers_set"),
-    PrivateAttribute("torch.nn.modules.module", "Module", "_parameters"),
-    PrivateAttribute("torch.nn.utils.prune", "BasePruningMethod", "_tensor_name"),
-    PrivateAttribute("torch.ao.nn.quantized.modules.linear", "Linear", "_packed_params"),
-    PrivateAttribute("torch.distributed.fsdp._fully_shard._fsdp_common", "", "FSDPMeshInfo"),
-    PrivateAttribute("torch.distributed.fsdp._fully_shard._fsdp_common", "", "ShardPlacementResult"),
-    PrivateAttribute("torch.distributed.fsdp._fully_shard._fsdp_param", "FSDPParam", "_module_info"),
-    PrivateAttribute("torch.distributed.fsdp._fully_shard._fsdp_param", "FSDPParam", "_sharded_post_forward_param"),
-    PrivateAttribute("torch.distributed.fsdp._fully_shard._fsdp_param", "FSDPParam", "_unsharded_param"),
-    PrivateAttribute(
-        "torch.distributed.fsdp._fully_shard._fsdp_param_group", "FSDPParamGroup", "_reset_sharded_params"
-    ),
-    PrivateAttribute("torch.distributed.fsdp._fully_shard._fsdp_state", "FSDPState", "_fsdp_param_groups"),
-    PrivateAttribute("torch.distributed.fsdp._fully_shard._fully_shard", "FSDPModule", "_get_fsdp_state"),
+WRAPPERS = (
     PrivateAttribute("torch._dynamo.eval_frame", "OptimizedModule", "_orig_mod"),
     PrivateAttribute(
         "torch.distributed.algorithms._checkpoint.checkpoint_wrapper", "ActivationWrapper", "_checkpoint_wrapped_module"
@@ -187,11 +154,6 @@ PRIVATE_ATTRIBUTES = (
     PrivateAttribute(
         "torch.distributed.fsdp.fully_sharded_data_parallel", "FullyShardedDataParallel", "_fsdp_wrapped_module"
     ),
-)
-"""Private attributes, by the class that defines them; an empty class name means an attribute of the module."""
-
-WRAPPERS = (
-    *PRIVATE_ATTRIBUTES[-3:],
     PrivateAttribute("torch.nn.parallel.distributed", "DistributedDataParallel", "module"),
     PrivateAttribute("torch.nn.parallel.data_parallel", "DataParallel", "module"),
 )

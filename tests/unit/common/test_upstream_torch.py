@@ -14,8 +14,11 @@ from torch.ao.nn import quantized
 from torch.nn.utils import prune
 
 from nrl_models.common import upstream_torch
-from nrl_models.common.upstream_torch import PRIVATE_ATTRIBUTES, WRAPPERS, PrivateAttribute
+from nrl_models.common.upstream_torch import WRAPPERS, PrivateAttribute
 from tests.unit.common.source_names import PACKAGE, dotted, is_private, own_names, private_attributes, trees
+from tools.release_check.upstream_code.private_attributes import PRIVATE_ATTRIBUTES
+
+LISTED = [PrivateAttribute(*owner, name) for owner, names in PRIVATE_ATTRIBUTES.items() for name in names]
 
 OBJECTS = (
     torch.ones(1),
@@ -48,7 +51,7 @@ def private_names(text: str) -> Iterator[str]:
 
 
 def test_private_names_are_used_in_one_module() -> None:
-    listed = {f"{attribute.module}.{attribute.class_name}.{attribute.name}" for attribute in PRIVATE_ATTRIBUTES}
+    listed = {f"{attribute.module}.{attribute.class_name}.{attribute.name}" for attribute in LISTED}
     listed = {name.replace("..", ".") for name in listed} | {"torch.Tensor._make_wrapper_subclass"}
     uses = [
         f"{file.relative_to(PACKAGE)}: {name}"
@@ -76,7 +79,7 @@ def test_private_names_detects_imports_and_attributes(text: str) -> None:
 
 def test_private_attributes_are_listed() -> None:
     """Private attributes of torch objects that are not defined by a module of nrl_models."""
-    listed = {object_.name for object_ in PRIVATE_ATTRIBUTES}
+    listed = {attribute.name for attribute in (*LISTED, *WRAPPERS)}
     missing = {
         f"{file}:{line}: {name}"
         for file, tree in trees().items()
@@ -87,13 +90,17 @@ def test_private_attributes_are_listed() -> None:
 
 
 def test_private_attributes_in_the_list_module_are_listed() -> None:
-    listed = {object_.name for object_ in PRIVATE_ATTRIBUTES} | {"_local_scalar_dense"}
+    listed = {attribute.name for attribute in (*LISTED, *WRAPPERS)} | {"_local_scalar_dense"}
     used = {name for _, name in private_attributes(trees()["common/upstream_torch.py"])}
     assert used <= listed
 
 
-@pytest.mark.parametrize("attribute", PRIVATE_ATTRIBUTES, ids=lambda attribute: attribute.name)
+@pytest.mark.parametrize("attribute", LISTED, ids=lambda attribute: attribute.name)
 def test_listed_attribute_is_used(attribute: PrivateAttribute) -> None:
     import_module(attribute.module)
-    uses = sum(file.read_text().count(attribute.name) for file in PACKAGE.rglob("*.py"))
-    assert uses > 1 or attribute in WRAPPERS, "remove it from PRIVATE_ATTRIBUTES"
+    assert any(attribute.name in file.read_text() for file in PACKAGE.rglob("*.py")), "remove it from the list"
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS, ids=lambda wrapper: wrapper.class_name)
+def test_wrapper_exists(wrapper: PrivateAttribute) -> None:
+    assert hasattr(import_module(wrapper.module), wrapper.class_name)

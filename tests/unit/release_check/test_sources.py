@@ -10,7 +10,7 @@ from packaging.version import Version
 
 from tests.unit.release_check.wheels import sources, wheel
 from tools.checkout import ROOT
-from tools.release_check.upstream_code.names import missing_names, missing_torch_attributes
+from tools.release_check.upstream_code.names import TORCH_LIST, missing_names, missing_torch_attributes
 from tools.release_check.upstream_code.sources import Sources, changed_functions, function_diff, sources_of
 
 OLD = {
@@ -81,6 +81,9 @@ def checkout_with(folder: Path, text: str) -> Path:
         "    PrivateAttribute('upstream.models.base', 'Base', 'step'),\n"
         "    PrivateAttribute('upstream.models.base', 'Base', '_gone'),\n)\n"
     )
+    attributes = folder / "checkout" / TORCH_LIST
+    attributes.parent.mkdir(parents=True)
+    attributes.write_text("PRIVATE_ATTRIBUTES = {('upstream.models.base', 'Base'): ('step', '_left')}\n")
     return folder / "checkout"
 
 
@@ -96,7 +99,7 @@ def test_missing_names(tmp_path: Path, old: Sources) -> None:
 
 def test_missing_attributes(tmp_path: Path, old: Sources) -> None:
     findings = missing_torch_attributes(checkout_with(tmp_path, ""), old)
-    assert [finding.detail for finding in findings] == ["Base._gone"]
+    assert [finding.detail for finding in findings] == ["Base._gone", "Base._left"]
 
 
 def test_stored_wheel_is_read_without_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,8 +11,11 @@ from tools.release_check.findings import Finding, Kind, Phase
 from tools.release_check.upstream_code.our_code import imported_names, modules_of
 from tools.release_check.upstream_code.sources import Sources
 
-TORCH_LIST = "nrl_models/common/upstream_torch.py"
-"""The list of private attributes in the checkout. Older checkouts do not have it."""
+TORCH_LIST = "tools/release_check/upstream_code/private_attributes.py"
+"""The list of private attributes in the checkout."""
+
+TORCH_MODULE = "nrl_models/common/upstream_torch.py"
+"""Module with attributes of wrappers, in older checkouts with all private attributes, in the oldest with none."""
 
 
 def missing_names(checkout: Path, package: str, sources: Sources) -> Iterator[Finding]:
@@ -33,10 +36,10 @@ def missing_names(checkout: Path, package: str, sources: Sources) -> Iterator[Fi
 
 def missing_torch_attributes(checkout: Path, sources: Sources) -> Iterator[Finding]:
     """Find private attributes of torch's classes that the checkout lists and that the sources lack."""
-    for module, class_name, name in _listed_attributes(checkout):
+    for file, module, class_name, name in _listed_attributes(checkout):
         present = sources.mentions(module, class_name, name) if class_name else sources.has_name(module, name)
         if not present:
-            yield _finding(sources, module, f"{class_name}.{name}".strip("."), f"listed in {TORCH_LIST}")
+            yield _finding(sources, module, f"{class_name}.{name}".strip("."), f"listed in {file}")
 
 
 def _exists(sources: Sources, module: str, name: str) -> bool:
@@ -62,10 +65,15 @@ def _finding(sources: Sources, module: str, name: str, place: str) -> Finding:
     )
 
 
-def _listed_attributes(checkout: Path) -> Iterator[tuple[str, str, str]]:
-    """Yield the arguments of every `PrivateAttribute(...)` in the list."""
-    tree = modules_of(checkout).get(TORCH_LIST)
+def _listed_attributes(checkout: Path) -> Iterator[tuple[str, str, str, str]]:
+    """Yield file, module, class and name of each listed attribute, without importing the lists."""
+    tree = modules_of(checkout).get(TORCH_MODULE)
     for node in ast.walk(tree) if tree else ():
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "PrivateAttribute":
             module, class_name, name = map(ast.literal_eval, node.args)
-            yield module, class_name, name
+            yield TORCH_MODULE, module, class_name, name
+    if (file := checkout / TORCH_LIST).is_file():
+        assigned = (node for node in ast.parse(file.read_text(encoding="utf-8")).body if isinstance(node, ast.Assign))
+        for (module, class_name), names in ast.literal_eval(next(assigned).value).items():
+            for name in names:
+                yield TORCH_LIST, module, class_name, name
