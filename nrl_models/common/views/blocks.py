@@ -136,7 +136,9 @@ def _split(block: Block, dim: int, inner: int) -> list[Block]:
         row, first = divmod(start + done, inner)
         left = length - done
         count = left // inner * inner if first == 0 and left >= inner else min(inner - first, left)
-        part = block.tensor.narrow(dim, done, count).unflatten(dim, (-1, min(count, inner)))
+        size = min(count, inner)
+        shape = (*block.shape[:dim], count // size, size, *block.shape[dim + 1 :])
+        part = block.tensor.narrow(dim, done, count).view(shape)
         result.append(Block((*block.offset[:dim], row, first, *block.offset[dim + 1 :]), part))
         done += count
     return result

@@ -257,6 +257,7 @@ _RULES: dict[str, Callable[..., Any]] = {
     "detach": _same,
     "index": _index,
     "index_select": _index_select,
+    "narrow": _narrow,
     "new_zeros": _zeros,
     "permute": _permute,
     "select": _select,
