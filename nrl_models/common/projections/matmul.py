@@ -25,17 +25,20 @@ class JoinedWeights(NamedTuple):
     @staticmethod
     def of(linears: Sequence[nn.Module | None]) -> JoinedWeights | None:
         """Return the parameters of `linears` and their buffers; None if some are in no buffer."""
-        parameters = [{} if linear is None else linear._parameters for linear in linears]
-        weights, biases = [own.get("weight") for own in parameters], [own.get("bias") for own in parameters]
-        weight_buffer = Buffer.of(weights)
-        if weight_buffer is None:
+        weights: list[Any] = []
+        biases: list[Any] = []
+        for linear in linears:
+            if linear is None:
+                return None
+            weights.append(linear._parameters.get("weight"))
+            biases.append(linear._parameters.get("bias"))
+        if (buffer := Buffer.of(weights)) is None:
             return None
-        if all(bias is None for bias in biases):
-            return JoinedWeights(weights, [], weight_buffer.rows, None, weight_buffer.lengths)  # type: ignore[arg-type]
-        bias_buffer = Buffer.of(biases)
-        if bias_buffer is None:
+        if biases[0] is None and biases.count(None) == len(biases):
+            return JoinedWeights(weights, [], buffer.rows, None, buffer.lengths)
+        if (bias_buffer := Buffer.of(biases)) is None:
             return None
-        return JoinedWeights(weights, biases, weight_buffer.rows, bias_buffer.rows, weight_buffer.lengths)  # type: ignore[arg-type]
+        return JoinedWeights(weights, biases, buffer.rows, bias_buffer.rows, buffer.lengths)
 
     def learn_alike(self) -> bool:
         """Return True if all weights agree on `requires_grad`, and all biases do too."""

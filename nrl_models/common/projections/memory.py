@@ -56,27 +56,25 @@ class Buffer:
         return result
 
     @staticmethod
-    def of(tensors: Sequence[torch.Tensor | None]) -> Buffer | None:
-        """Return the buffer whose rows are exactly `tensors`, in this order; None if there is none.
+    def of(tensors: Sequence[Any]) -> Buffer | None:
+        """Return the buffer whose rows are exactly `tensors`, in this order; None if there is none, or one is None.
 
         The objects may be new: under tensor parallelism, a plain tensor over this rank's memory replaces a parameter.
         """
-        first: Any = tensors[0]
+        first = tensors[0]
         buffer = getattr(first.untyped_storage(), "nrl_buffer", None) if type(first) in _PLAIN else None
         if buffer is None or len(tensors) != len(buffer.lengths):
             return None
-        return buffer if all(map(_is_at, tensors, buffer._places)) else None
-
-
-def _is_at(tensor: Any, place: tuple[int, torch.Size, torch.dtype]) -> bool:
-    """Return True if a parameter or plain tensor is the contiguous memory at an address, with a shape and dtype."""
-    return (
-        type(tensor) in _PLAIN
-        and tensor.data_ptr() == place[0]
-        and tensor.shape == place[1]
-        and tensor.dtype is place[2]
-        and tensor.is_contiguous()
-    )
+        for tensor, (address, shape, dtype) in zip(tensors, buffer._places, strict=True):
+            if (
+                type(tensor) not in _PLAIN
+                or tensor.data_ptr() != address
+                or tensor.shape != shape
+                or tensor.dtype is not dtype
+                or not tensor.is_contiguous()
+            ):
+                return None
+        return buffer
 
 
 def own_storage(tensor: torch.Tensor) -> torch.Tensor:
