@@ -10,8 +10,8 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from nrl_models.common.checkpoint.stored_tensors import StoredTensor
-from nrl_models.common.views.blocks import Block, through
 from nrl_models.common.views.view import META, HFTensor, Step, apply_steps, offset_through, strides_of
+from nrl_models.common.views.view_blocks import Block, through
 from nrl_models.distributed.shards import local_of, own_blocks
 from nrl_models.distributed.tensor.packed_shards import over_shard
 

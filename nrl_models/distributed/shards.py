@@ -11,8 +11,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from nrl_models.common.state_dict.buckets import BufferPool, bucket_buffers, copy_all
-from nrl_models.common.views.blocks import Block, through
 from nrl_models.common.views.view import HFTensor, offset_through
+from nrl_models.common.views.view_blocks import Block, through
 from nrl_models.distributed.mesh import has_stages, reporting_dead_ranks
 from nrl_models.distributed.tensor.packed_shards import packing_of, regions_of
 

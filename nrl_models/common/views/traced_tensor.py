@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from nrl_models.common.upstream_torch import without_torch_function
-from nrl_models.common.views.blocks import Block, through
 from nrl_models.common.views.view import META, Piece, View, offset_through, place_of
+from nrl_models.common.views.view_blocks import Block, through
 from nrl_models.errors import NRLModelsError
 
 

@@ -7,8 +7,8 @@ import random
 import pytest
 import torch
 
-from nrl_models.common.views.blocks import Block, through
 from nrl_models.common.views.view import View, apply_steps
+from nrl_models.common.views.view_blocks import Block, through
 
 VIEWS = {
     "identity": View("p"),
