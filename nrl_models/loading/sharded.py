@@ -21,10 +21,10 @@ from nrl_models.common.checkpoint.files import CheckpointFiles
 from nrl_models.common.forward.random_states import random_states_kept
 from nrl_models.common.modules import install
 from nrl_models.common.projections import Buffer, join, neighboring_parameters
-from nrl_models.common.state_dict.blocks import Block
 from nrl_models.common.state_dict.layouts import note_loaded_names
 from nrl_models.common.upstream import mark_initialized
 from nrl_models.common.upstream_conversions import set_loaded_conversions
+from nrl_models.common.views.view_blocks import Block
 from nrl_models.distributed.checked_plan import plan_for
 from nrl_models.distributed.kept_dtypes import separate_group
 from nrl_models.distributed.mesh import agreed, gather_over

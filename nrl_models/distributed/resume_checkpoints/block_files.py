@@ -18,8 +18,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from nrl_models.common.checkpoint.stored_tensors import DTYPES
 from nrl_models.common.checkpoint.tensor_files import write_tensors
-from nrl_models.common.state_dict.blocks import Block
 from nrl_models.common.views.view import HFTensor
+from nrl_models.common.views.view_blocks import Block
 from nrl_models.distributed.resume_checkpoints.manifest import WrittenFile
 from nrl_models.distributed.shards import blocks_of, divided_over
 from nrl_models.errors import Problem, ProblemKind

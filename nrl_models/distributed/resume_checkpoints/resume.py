@@ -31,12 +31,12 @@ from nrl_models.common.checkpoint.writing import folder_to_write
 from nrl_models.common.config.comparison import differences
 from nrl_models.common.config.ignored import key_names
 from nrl_models.common.state_dict.adapter import StateDictAdapter
-from nrl_models.common.state_dict.blocks import Block
 from nrl_models.common.state_dict.kept_tensors import KeptTensor, keep, keeps_unused, kept_by
 from nrl_models.common.state_dict.layouts import TensorSpec
 from nrl_models.common.state_dict.matching import match
 from nrl_models.common.state_dict.mtp import MTPNames
 from nrl_models.common.state_dict.own_tensors import own_state_dict, require_in_memory, require_real
+from nrl_models.common.views.view_blocks import Block
 from nrl_models.distributed.mesh import agreed, place_in
 from nrl_models.distributed.resume_checkpoints.background import CheckpointSave, finish_last, group_for_saves
 from nrl_models.distributed.resume_checkpoints.block_files import (

@@ -12,7 +12,7 @@ from transformers import PreTrainedConfig
 from nrl_models.common.checkpoint.local_path import CONFIG_NAME, MANIFEST_NAME
 from nrl_models.common.checkpoint.publication.locks import locked
 from nrl_models.common.checkpoint.writing import reporting_disk
-from nrl_models.common.state_dict.blocks import Block
+from nrl_models.common.views.view_blocks import Block
 from nrl_models.distributed.mesh import Ranks, agreed, gather_over, is_first, reporting_dead_ranks
 from nrl_models.distributed.resume_checkpoints.block_files import write_blocks
 from nrl_models.distributed.resume_checkpoints.manifest import Manifest, StatePart, WrittenFile

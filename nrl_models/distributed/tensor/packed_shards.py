@@ -16,8 +16,8 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor, Placement
 
-from nrl_models.common.state_dict.blocks import Block
 from nrl_models.common.upstream_torch import StridedShard, state_dict_utils
+from nrl_models.common.views.view_blocks import Block
 
 
 class Packing(NamedTuple):
