@@ -100,7 +100,7 @@ def certify(
         typer.Option(
             parser=check_name,
             metavar="CHECK",
-            help="Run only this check, and others that are computed with it. Repeatable. Checks that do not run "
+            help="Run only this check, and those that share a computation with it. Repeatable. Checks that do not run "
             "keep their results from an earlier run with the same --out. Without an earlier run, the answer cannot be "
             "'ready'. Names (docs/certify.md explains them; quote those with spaces): "
             f"{', '.join(CHECK_NAMES[:-2])}. Two more need --in-loop: {', '.join(CHECK_NAMES[-2:])}.",
@@ -111,7 +111,7 @@ def certify(
         typer.Option(
             parser=check_name,
             metavar="CHECK",
-            help="Skip this check, and others that are computed with it. Repeatable. For the names, see --only.",
+            help="Skip this check, and those that share a computation with it. Repeatable. For the names, see --only.",
         ),
     ] = None,
     seed: Annotated[int, integer("Random seed for inputs.")] = 0,

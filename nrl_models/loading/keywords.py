@@ -29,7 +29,7 @@ ALWAYS = ("low_cpu_mem_usage",)
 
 _SHARDING = (
     "transformers' own sharded loading is not used here. Pass mesh=init_device_mesh(device, sizes, "
-    "mesh_dim_names=('fsdp', 'tp')) and plan='auto' (docs/scaling.md)"
+    "mesh_dim_names=('fsdp', 'tp')) and plan='auto' to from_pretrained (docs/scaling.md)"
 )
 
 UNSUPPORTED: Mapping[str, tuple[Any, str]] = {
