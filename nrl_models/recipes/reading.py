@@ -24,6 +24,7 @@ from nrl_models.errors import (
     RecipeError,
     did_you_mean,
     one_line,
+    shown,
     suggestion,
 )
 from nrl_models.loading.options import KEYWORDS
@@ -137,7 +138,7 @@ class _Reader:
         for override in overrides:
             key, equals, _ = override.partition("=")
             if not (key.strip() and equals):
-                self.wrong(ProblemKind.FORMAT, override, "expected KEY=VALUE, e.g. training.steps=10")
+                self.wrong(ProblemKind.FORMAT, shown(override), "expected KEY=VALUE, e.g. training.steps=10")
                 continue
             try:
                 own = OmegaConf.from_dotlist([override])

@@ -122,7 +122,11 @@ def parsed(kind: Any, content: Any, *, strict: bool = False) -> Any:
     from pydantic import ValidationError
 
     try:
-        (value,) = _adapter(kind).validate_json(json.dumps([content]), strict=strict)
+        if strict:  # which means strict JSON values: Python values would have to be dataclasses and tuples
+            # pydantic rejects JSON text with half of a surrogate pair, which stands for a byte of a file name.
+            text = json.dumps([content], ensure_ascii=False).encode(errors="replace")
+            _adapter(kind).validate_json(text, strict=True)
+        (value,) = _adapter(kind).validate_python([content])
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         if first["type"] == "value_error":
@@ -130,6 +134,8 @@ def parsed(kind: Any, content: Any, *, strict: bool = False) -> Any:
         details = {"missing": "is missing", "unexpected_keyword_argument": "is unknown"}
         detail = details.get(first["type"], f"is {shown(first['input'])}: {first['msg']}")
         raise ValueError(f"{'.'.join(map(str, first['loc'][1:])) or 'it'} {detail}") from None
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
     return value
 
 

@@ -56,6 +56,8 @@ class Update:
         """
         texts = ("version", "digest", "base", "base_digest")
         fits = value.keys() == {*texts, "segments"} and all(isinstance(value[key], str) for key in texts)
+        if fits and value["base"] and not value["base_digest"]:
+            fits = False
         if not fits or not isinstance(value["segments"], list):
             raise EngineError(
                 f"{shown(dict(value))} is not an update of weights: expected {', '.join(texts)} and segments, as sent "

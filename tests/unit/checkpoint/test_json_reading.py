@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from nrl_models.common.checkpoint import json_reading
-from nrl_models.common.checkpoint.json_reading import read_object
+from nrl_models.common.checkpoint.json_reading import parsed, read_object
 from nrl_models.errors import CheckpointError
 
 
@@ -46,3 +48,31 @@ def test_non_file_path_raises(make: object, tmp_path: Path) -> None:
     make(tmp_path / "a.json")  # type: ignore[operator]
     with pytest.raises(CheckpointError, match=r"a\.json: cannot be read"):
         read_object(tmp_path / "a.json")
+
+
+@dataclass(frozen=True)
+class Hashes:
+    files: dict[str, str]
+    count: int = 0
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_names_that_are_not_utf8_are_parsed(strict: bool) -> None:
+    """Python reads such bytes of a file name as half of a surrogate pair."""
+    name = os.fsdecode(b"notes-\xe9.json")
+    assert parsed(Hashes, {"files": {name: "1f"}}, strict=strict) == Hashes({name: "1f"})
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ({}, "files is missing"),
+        ({"files": {}, "size": 1}, "size is unknown"),
+        ({"files": {}, "count": True}, "count is True"),
+        ({"files": {}, "count": "1"}, "count is '1'"),
+        ({"files": {"\udce9": 1}}, "is 1: Input should be a valid string"),
+    ],
+)
+def test_wrong_values_name_their_field(content: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        parsed(Hashes, content, strict=True)

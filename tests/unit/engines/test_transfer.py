@@ -434,7 +434,10 @@ def test_damaged_update_raises(llama: PreTrainedModel, monkeypatch: pytest.Monke
         sender.send(exported(trainer))
 
 
-@pytest.mark.parametrize("value", [{}, {"version": "1"}, {"abandon": False}, {"version": 3}])
+WITHOUT_BASE_DIGEST = {"version": "1", "digest": "d", "base": "0", "base_digest": "", "segments": []}
+
+
+@pytest.mark.parametrize("value", [{}, {"version": "1"}, {"abandon": False}, {"version": 3}, WITHOUT_BASE_DIGEST])
 def test_invalid_update_raises(value: dict[str, Any]) -> None:
     with pytest.raises(EngineError, match="is not an update of weights: expected version"):
         Update.of_json(value)

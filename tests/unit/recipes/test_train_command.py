@@ -137,6 +137,7 @@ def test_list_option() -> None:
         ([], "`nrl-models train --list` shows the bundled recipes"),
         (["llama/grpp"], "did you mean llama/grpo"),
         (["llama/grpo", "training.steps"], "expected KEY=VALUE"),
+        (["llama/grpo", ""], "'' (grpo.yaml): expected KEY=VALUE"),
         (["llama/grpo", "loss.name=ppo"], "expected one of sft, dpo, reward, grpo, dr_grpo, dapo"),
         (["llama/grpo", "training.stepz=1", "engin.name=vllm"], "(2 problems)"),
         (["gemma4/dapo_e2b", "loss.correction.type=null"], "Invalid truncated importance sampling type: None"),
