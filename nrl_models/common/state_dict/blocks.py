@@ -12,7 +12,6 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from nrl_models.common.views.view import HFTensor, View
-from nrl_models.common.views.view_blocks import Block as Block
 from nrl_models.errors import Problem, ProblemKind, ShardingError
 
 ADVICE = (

@@ -55,10 +55,13 @@ class Update:
             EngineError: If the value is not an update.
         """
         texts = ("version", "digest", "base", "base_digest")
-        fits = value.keys() == {*texts, "segments"} and all(isinstance(value[key], str) for key in texts)
-        if fits and value["base"] and not value["base_digest"]:
-            fits = False
-        if not fits or not isinstance(value["segments"], list):
+        fits = (
+            value.keys() == {*texts, "segments"}
+            and all(isinstance(value[key], str) for key in texts)
+            and isinstance(value["segments"], list)
+            and (not value["base"] or bool(value["base_digest"]))
+        )
+        if not fits:
             raise EngineError(
                 f"{shown(dict(value))} is not an update of weights: expected {', '.join(texts)} and segments, as sent "
                 "by a trainer with this library"
