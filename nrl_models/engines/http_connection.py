@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import ssl
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, NoReturn
 
 import anyio
@@ -28,6 +30,12 @@ COMPLETIONS = "/v1/completions"
 
 BYTES_PER_TOKEN = 2**10
 """Maximum size of a token in an answer. Its id, text and log-probability need a few hundred bytes."""
+
+
+@cache
+def _tls() -> ssl.SSLContext:
+    """Return the certificates for https. Reading them takes longer than most requests, so it happens once."""
+    return httpx2.create_ssl_context()
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +143,7 @@ class ServerConnection:
         limits = httpx2.Limits(max_connections=CONNECTIONS)
         with anyio.fail_after(self.timeout):
             async with (
-                httpx2.AsyncClient(timeout=None, follow_redirects=False, limits=limits) as client,
+                httpx2.AsyncClient(timeout=None, follow_redirects=False, limits=limits, verify=_tls()) as client,
                 anyio.create_task_group() as tasks,
             ):
 

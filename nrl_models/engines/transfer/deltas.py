@@ -19,6 +19,9 @@ from nrl_models.errors import EngineError, shown
 FARTHEST = 2**16 - 1
 """Maximum distance in elements from one position to the next."""
 
+_SAMPLE = 1024
+"""Number of elements that decide whether most of a tensor changed."""
+
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 _WHOLE, _STEPS, _VALUES, _SPARSE = "whole/", "steps", "values.", "sparse"
@@ -29,6 +32,7 @@ class DeltaWriter:
 
     Attributes:
         nbytes: Size of the collected changes.
+        has_references: Whether it refers to tensors passed to `add`, which must keep their values until `message`.
     """
 
     def __init__(self) -> None:
@@ -41,24 +45,31 @@ class DeltaWriter:
     def add(self, name: str, old: torch.Tensor, new: torch.Tensor) -> bool:
         """Add the differences of two tensors with equal shape and dtype. Returns True if there are any.
 
-        Changed values are copied, so no reference to `new` is kept.
+        Changed elements are copied. If most elements changed, the writer refers to `new` until `message`.
         """
         before, now = _bits(old), _bits(new)
-        changed = before != now
-        count, size_of_one = int(changed.count_nonzero()), 2 + now.itemsize
-        if not count:
-            return False
-        if count * size_of_one < now.nbytes:  # otherwise, sending positions saves nothing
-            steps = _steps(changed.nonzero().flatten())
-            if (size := len(steps) * size_of_one) < now.nbytes:
-                self._sparse.append((name, len(steps)))
-                self._steps.append(steps.to(torch.uint16))
-                self._values.setdefault(now.itemsize, []).append(now[steps.cumsum(0) - 1])
-                self.nbytes += size
-                return True
-        self._whole[name] = new.detach().clone(memory_format=torch.contiguous_format)
+        size_of_one = 2 + now.itemsize
+        if not _mostly_changed(before, now):
+            changed = before != now
+            count = int(changed.count_nonzero())
+            if not count:
+                return False
+            if count * size_of_one < now.nbytes:  # otherwise, sending positions saves nothing
+                steps = _steps(changed.nonzero().flatten())
+                if (size := len(steps) * size_of_one) < now.nbytes:
+                    self._sparse.append((name, len(steps)))
+                    self._steps.append(steps.to(torch.uint16))
+                    self._values.setdefault(now.itemsize, []).append(now[steps.cumsum(0) - 1])
+                    self.nbytes += size
+                    return True
+        self._whole[name] = new.detach()
         self.nbytes += now.nbytes
         return True
+
+    @property
+    def has_references(self) -> bool:
+        """See the class."""
+        return bool(self._whole)
 
     def message(self) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
         """Return the collected changes: tensors, and text metadata."""
@@ -110,6 +121,18 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor's elements on the CPU as flat integers of the same size: a view if possible."""
     value = tensor.detach().cpu().contiguous().reshape(-1)
     return value.view(_BITS[value.element_size()])
+
+
+def _mostly_changed(before: torch.Tensor, now: torch.Tensor) -> bool:
+    """Return True if a sample shows that so many elements changed that positions take more bytes than the tensor.
+
+    Comparing all elements of a model takes four times as long as hashing them.
+    """
+    if len(now) < 64 * _SAMPLE:
+        return False
+    every = len(now) // _SAMPLE | 1  # odd, so that it is not a multiple of a row
+    sample = before[::every] != now[::every]
+    return int(sample.count_nonzero()) * (2 + now.itemsize) > 1.1 * len(sample) * now.itemsize
 
 
 def _steps(places: torch.Tensor) -> torch.Tensor:

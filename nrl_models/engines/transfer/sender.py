@@ -126,16 +126,19 @@ class Sender:
         """Write the changes since the last version into new segments. Returns the digests of all tensors."""
         digests, seen = dict(last.digests), set()
         writer = DeltaWriter()
-        for name, tensor in tensors:
-            if last.specs.get(name) != (tensor.dtype, tuple(tensor.shape)):
-                raise EngineError(
-                    f"{name}, {tensor.dtype} {tuple(tensor.shape)}, is not a tensor of the version sent before: use "
-                    "another Sender for another model. The next update of this Sender sends all weights"
-                )
-            seen.add(name)
-            if writer.add(name, last.tensors[name], tensor):
-                digests[name] = tensor_digest(tensor)
-            if writer.nbytes > self.bucket_bytes:
+        for bucket in grouped_tensors(tensors, self.bucket_bytes):
+            for name, tensor in bucket:
+                if last.specs.get(name) != (tensor.dtype, tuple(tensor.shape)):
+                    raise EngineError(
+                        f"{name}, {tensor.dtype} {tuple(tensor.shape)}, is not a tensor of the version sent before: "
+                        "use another Sender for another model. The next update of this Sender sends all weights"
+                    )
+                seen.add(name)
+                # Hashing is much faster than comparing elements, and the engine needs the digest.
+                if (digest := tensor_digest(tensor)) != last.digests[name]:
+                    digests[name] = digest
+                    writer.add(name, last.tensors[name], tensor)
+            if writer.has_references or writer.nbytes > self.bucket_bytes:
                 segments.append(Segment.write(*writer.message()))
                 writer = DeltaWriter()
         if writer.nbytes:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
+from nrl_models.common.upstream_torch import TorchDispatchMode
 from nrl_models.engines.transfer.deltas import DeltaWriter, patched
 from nrl_models.errors import EngineError
 
@@ -56,6 +59,18 @@ def test_patched_tensors_are_bit_exact(dtype: torch.dtype, share: float) -> None
         assert torch.equal(bits(tensor), bits(copies[name]))
 
 
+class CountedElements(TorchDispatchMode):
+    """Count the elements that operations compute. Views compute none."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor) and not func.is_view:
+            self.elements += result.numel()
+        return result
+
+
 def test_negative_zero_and_nan_are_sent() -> None:
     old = torch.zeros(100_000)
     new = old.clone()
@@ -77,6 +92,17 @@ def test_delta_size_of_one_percent_changes(dtype: torch.dtype, max_ratio: float)
     tensors, _ = writer.message()
     assert writer.nbytes == sum(tensor.nbytes for tensor in tensors.values())
     assert writer.nbytes <= max_ratio * old.nbytes
+
+
+def test_mostly_changed_tensor_is_sent_without_comparing_or_copying_it() -> None:
+    old = torch.randn(300_000)
+    new = old + 1
+    writer = DeltaWriter()
+    with CountedElements() as counted:
+        assert writer.add("x", old, new)
+    assert counted.elements < 10_000
+    ((_, sent),) = writer.message()[0].items()
+    assert sent.data_ptr() == new.data_ptr()
 
 
 def test_invalid_message_raises() -> None:

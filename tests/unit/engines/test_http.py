@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+import ssl
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,16 @@ def test_equal_prompts_have_different_completions(server: Server) -> None:
     assert samples == engine.generate([[1, 2, 3]] * 4, Sampling(), max_new_tokens=6, seed=1)
     later = engine.generate([[1, 2, 3]] * 4, Sampling(), max_new_tokens=6, seed=2)
     assert not {sample.tokens for sample in samples} & {sample.tokens for sample in later}
+
+
+def test_requests_do_not_read_certificates_again(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, _ = server
+
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("this takes 16 ms")
+
+    monkeypatch.setattr(ssl.SSLContext, "load_verify_locations", fail)
+    assert engine.generate([[1, 2, 3]], Sampling(0.0), max_new_tokens=2)
 
 
 def test_scores(server: Server, trainer: HFEngine, prompts: list[list[int]]) -> None:
