@@ -98,8 +98,9 @@ def refit_check(
     threshold: Annotated[
         float,
         number(
-            "After each transfer, token_mult_prob_error may be at most a computed bound: after the first, it depends "
-            "on the dtype; after the second, on the error of the first. A bound above FLOAT is lowered to FLOAT. "
+            "Upper limit of the bounds on token_mult_prob_error. The command computes a bound for each transfer: for "
+            "the first from the dtype, for the second from the error of the first. A bound above FLOAT is lowered to "
+            "FLOAT. "
             "token_mult_prob_error is the mean over tokens of (larger probability / smaller "
             "probability); the two probabilities are the trainer's and the engine's.",
             panel=BOUNDS,

@@ -162,7 +162,8 @@ def embeddings(
     identical_threshold: Annotated[
         float,
         number(
-            "A row is constant (all values in it are equal) if the standard deviation of its values is below FLOAT.",
+            "A row is constant if the standard deviation of its values is below FLOAT. (NeMo RL's name: the values "
+            "within a row are identical.)",
             panel=BOUNDS,
             least=0,
         ),

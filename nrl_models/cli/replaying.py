@@ -23,7 +23,7 @@ def replay(
     ],
     json_file: JsonFile = None,
 ) -> None:
-    """Recompute a verdict from a capsule: a file with the evidence of a failed check. Needs no model and no engine.
+    """Recompute from a capsule which side was wrong, trainer or engine. Needs no model and no engine.
 
     Exit status: 0 if the verdict is the recorded one, 1 if it differs, 2 if the file is damaged or not a capsule.
     """

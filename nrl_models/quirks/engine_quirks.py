@@ -82,8 +82,8 @@ INFERENCE = (
     ),
     Quirk(
         name="engine-tied-head",
-        symptom="After a refit, a tied output embedding that the engine stores as a separate module keeps the old "
-        "(packed) weights.",
+        symptom="After a refit, a tied output embedding that the engine stores as a separate module keeps its old "
+        "weights, because the engine computes with a rearranged copy that the refit does not update.",
         where=("engine",),
         applies=predicates.ties_embeddings,
         handling="Modules that share a parameter are prepared again when all weights have arrived.",
@@ -94,8 +94,8 @@ INFERENCE = (
     ),
     Quirk(
         name="engine-experts-on-cpu",
-        symptom="On a CPU, refitted expert weights are not packed for the engine's kernels, but the kernels read "
-        "them as packed.",
+        symptom="On a CPU, a refit leaves expert weights in the checkpoint's memory layout, but the engine's kernels "
+        "read them in their own layout.",
         where=("engine",),
         applies=predicates.has_experts,
         handling="The kernel is created again in each refit, which packs the experts.",

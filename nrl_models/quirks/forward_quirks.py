@@ -64,8 +64,8 @@ FORWARD = (
     Quirk(
         name="image-masks-in-packed-rows",
         symptom="In packed rows, tokens of an image attend to the wrong tokens in layers with sliding windows: "
-        "transformers indexes the mask of images by position IDs instead of columns, and position IDs restart with "
-        "each document.",
+        "transformers looks up a token in the mask of images by its position ID instead of its index in the row, and "
+        "position IDs restart with each document.",
         where=("forward",),
         applies=predicates.packs_images_with_windows,
         handling="nrl_models indexes the mask of images by columns.",

@@ -67,8 +67,8 @@ TRAINING = (
     ),
     Quirk(
         name="routing-flips",
-        symptom="When activation checkpointing recomputes, or in an engine, an MoE model may choose different experts "
-        "than in the trainer's forward, if two router scores are almost equal. Gradients then belong to a different "
+        symptom="If two router scores are almost equal, an MoE model may choose other experts in the engine, or when "
+        "activation checkpointing recomputes, than in the trainer's forward. Gradients then belong to a different "
         "computation.",
         where=("trainer", "engine"),
         applies=predicates.has_experts,
