@@ -66,6 +66,11 @@ def publish(name: str, title: str, rows: list[Row], out: Path, notes: Sequence[s
     Console(width=None if sys.stdout.isatty() else 140).print(table)
     for note in notes:
         Console().print(note, highlight=False)
+    save(name, title, rows, out, notes)
+
+
+def save(name: str, title: str, rows: list[Row], out: Path, notes: Sequence[str] = ()) -> None:
+    """Write `rows` to `<name>.json` together with a description of the machine."""
     out.mkdir(parents=True, exist_ok=True)
     content = {"title": title, "machine": machine(), "notes": list(notes), "rows": rows}
     (out / f"{name}.json").write_text(json.dumps(content, indent=2) + "\n")

@@ -27,16 +27,17 @@ import random
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from benchmarks.reporting import RESULTS, Row, arguments, child, publish
+from benchmarks.reporting import RESULTS, Row, arguments, child, machine, publish, save
 from benchmarks.train_step import Peak, active_parameters, fastest_matmul
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -56,6 +57,8 @@ SHAPES: dict[str, dict[str, Any]] = {
         "layer_types": ["conv", "conv", "full_attention", "conv"] * 2,
     },
 }  # fmt: skip
+
+TITLE = "RL loss step"
 
 SHARED = ", shared prompt"
 """Suffix of shapes whose rollouts have the same prompt."""
@@ -322,26 +325,41 @@ def measure(shape: str, size: str, rollouts: int, runs: int) -> list[Row]:
     ]
 
 
-def grown(rows: list[Row]) -> list[Row]:
-    """Add the growth to each row: seconds per token relative to the first row of the same shape and variant."""
-    first: dict[tuple[str, str], float] = {}
-    speeds = [first.setdefault((row["shape"], row["way"]), row["tokens/s"]) for row in rows]
-    return [row | {"growth": speed / row["tokens/s"]} for row, speed in zip(rows, speeds, strict=True)]
+def grown(cases: Iterable[list[Row]]) -> list[Row]:
+    """Return the rows with their growth: time per token relative to the first row of the same shape, method and run."""
+    first: dict[tuple[str, str, str], float] = {}
+    result = []
+    for row in chain.from_iterable(cases):
+        measured, speed = row["measured"], row["tokens/s"]
+        figures = {column: value for column, value in row.items() if column not in ("growth", "measured")}
+        growth = first.setdefault((row["shape"], row["way"], measured), speed) / speed
+        result.append({**figures, "growth": growth, "measured": measured})
+    return result
+
+
+def recorded(file: Path) -> dict[tuple[str, int], list[Row]]:
+    """Return the rows of earlier runs, by shape and number of rollouts."""
+    found: dict[tuple[str, int], list[Row]] = {}
+    if file.is_file():
+        for row in json.loads(file.read_text())["rows"]:
+            found.setdefault((row["shape"], row["rollouts"]), []).append(row)
+    return found
 
 
 def main() -> None:
-    """Measure, print and save the results. A small run is not saved among them."""
+    """Measure, print and save the results. Each case is saved at once. Cases that are not measured keep their rows."""
     options = arguments(__doc__ or "", runs=3, sizes=tuple(CASES))
-    cases = [(shape, rollouts) for shape, numbers in CASES[options.size].items() for rollouts in numbers]
-    rows = grown([row for shape, rollouts in cases for row in measure(shape, options.size, rollouts, options.runs)])
     small = options.size == "small"
-    notes = [f"{options.runs} runs of each."]
-    if small:
-        notes.append(
-            "A small run: two narrow layers and a small vocabulary. It shows that everything runs, and no speed."
-        )
-    out = Path(tempfile.gettempdir()) if small and options.out == RESULTS else options.out
-    publish("rl_step", "RL loss step", rows, out, notes)
+    small_note = "A small run: two narrow layers and a small vocabulary. It shows that everything runs, and no speed."
+    out = Path(tempfile.mkdtemp()) if small and options.out == RESULTS else options.out
+    rows, about = recorded(out / "rl_step.json"), machine()
+    measured = f"{about['date']}, {about['processor']}, {options.runs} runs"
+    for shape, numbers in CASES[options.size].items():
+        for rollouts in numbers:
+            case = measure(shape, options.size, rollouts, options.runs)
+            rows[shape, rollouts] = [row | {"measured": measured} for row in case]
+            save("rl_step", TITLE, grown(rows.values()), out)
+    publish("rl_step", TITLE, grown(rows.values()), out, [small_note] if small else [])
 
 
 if __name__ == "__main__":

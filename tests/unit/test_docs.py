@@ -119,8 +119,8 @@ def test_readme_figures_match_generated_pages() -> None:
     count = vllm.compared + vllm.not_run
     tried = "All" if count == vllm.shared else str(count)
     assert (
-        f"vLLM supports {vllm.shared} models: architectures in the row above, and variants of them (such as Gemma 4 "
-        f"with experts). {tried} were tried on a CPU. {vllm.compared} ran: "
+        "Of the architectures in the row above and their variants (such as Gemma 4 with experts), "
+        f"vLLM supports {vllm.shared}. {tried} were tried on a CPU. {vllm.compared} ran: "
         f"{vllm.agreeing} agree after each of two refits; {vllm.disagreeing} disagree or do not accept new weights; "
         f"{vllm.undecided} are not decided. {vllm.not_run} did not run."
     ) in text
@@ -130,7 +130,7 @@ def test_readme_figures_match_generated_pages() -> None:
         f"{images.disagreeing} disagree."
     ) in text
     assert (
-        f"MLX-LM supports {mlx.shared} models: architectures in the first row, and variants of them. "
+        f"Of the architectures in the first row and their variants, MLX-LM supports {mlx.shared}. "
         f"{mlx.compared + mlx.not_run} were tried. "
         f"{mlx.compared} ran: {mlx.agreeing} agree, "
         f"{mlx.disagreeing} disagree."
@@ -418,7 +418,7 @@ OTHER_OPTIONS = {
 OTHER_NAMES = {
     *("CombinedGateUpMLP", "CombinedProjectionStateDictAdapter", "CombinedQKVAttentionMixin", "GroupedExperts"),
     *("HFCheckpointingMixin", "MoEConfig", "MoEFSDPSyncMixin"),  # NeMo AutoModel
-    *("NovaMixer", "NovaModel", "NovaNorm", "PackedMixer"),  # the invented model of docs/add-a-family.md
+    *("NovaMixer", "NovaModel", "NovaNorm", "PackedMixer", "VegaForCausalLM"),  # invented, in docs/add-a-family.md
     *("IPCTrainerInitInfo", "NCCLTrainerInitInfo"),  # vLLM
     "FsdpWeightSource",  # SkyRL
     "PretrainedConfig",  # transformers
