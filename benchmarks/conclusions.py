@@ -83,12 +83,15 @@ def import_time(rows: Sequence[Row]) -> str:
 
 
 def memory(rows: Sequence[Row]) -> str:
-    loads, saves, resumes = (
-        of(rows, "peak / model", call=call) for call in ("load, bf16", "`save_pretrained`", "`save_checkpoint`")
+    loads, saves, resumes, steps = (
+        of(rows, "peak / model", call=call)
+        for call in ("load, bf16", "`save_pretrained`", "`save_checkpoint`", "RL step")
     )
+    theirs = of(rows, "peer's peak / model", call="RL step")
     return (
         f"Beyond the model, loading takes {percent(loads)} of its size, `save_pretrained` {percent(saves)}, and "
-        f"`save_checkpoint` {percent(resumes)} of the state."
+        f"`save_checkpoint` {percent(resumes)} of the state. An RL step with all rollouts at once takes "
+        f"{percent(steps)} (one at a time: {percent(theirs)})."
     )
 
 

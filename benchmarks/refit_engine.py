@@ -9,7 +9,8 @@ The peers are one copy of the weights into allocated memory, and vLLM's `reload_
 memory, and from safetensors files in the page cache. The null ratio compares each measurement of the reload from memory
 with its next one. It would be 1 on a machine without noise.
 
-Run it in vLLM's environment: `.venv-engine/bin/python -m benchmarks.refit_engine`.
+Run it in vLLM's environment: `.venv-engine/bin/python -m benchmarks.refit_engine`. Threads that wait do not spin
+(`OMP_WAIT_POLICY=PASSIVE`, as `nrl-models` sets it): on two cores, those of one engine would slow down the others.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
 from typing import Any
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # torch reads it at import
 
 import torch
 from transformers import LlamaConfig, PreTrainedModel

@@ -137,6 +137,26 @@ def test_readme_figures_match_generated_pages() -> None:
     ) in text
 
 
+def test_readme_costs_match_benchmarks() -> None:
+    rows = re.findall(r"^\| (.+?) \| .+ \| (.+?) % \| .+? % \|$", (ROOT / "README.md").read_text(), re.MULTILINE)
+    cost, page = dict(rows), (ROOT / "docs/benchmarks.md").read_text()
+    factors = {name: " to ".join(f"{int(part) / 100:.2f}" for part in span.split(" to ")) for name, span in rows}
+    step, head = "RL loss step with `rollout_logprobs`", "log-probabilities with `token_logprobs`"
+    assert f"`rollout_logprobs` takes {cost[f'{step}, time']} % of the time" in page
+    assert f"and {factors[f'{step}, memory']} times the memory of" in page
+    assert f"`token_logprobs` needs {cost[f'{head}, memory']} % of the memory" in page
+    assert f"and {factors[f'{head}, time']} times without" in page
+    dense, mixture = (f"time to load a {kind} model" for kind in ("dense", "MoE"))
+    assert f"load in {cost[mixture]} % of transformers' time, dense ones in {cost[dense]} %" in page
+    assert len(cost) == 6
+
+
+def test_training_page_has_the_costs_of_fused_projections() -> None:
+    text = " ".join((ROOT / "docs/training.md").read_text().split())
+    low, high = re.findall(r"\[(\d+) to (\d+) %\]\(benchmarks/combine.md\)", text)[0]
+    assert f"take {int(low) / 100:.2f} to {int(high) / 100:.2f} times" in (ROOT / "docs/benchmarks.md").read_text()
+
+
 def test_quickstart_commands_run(here: Path) -> None:
     """Commands for the engine's environment run with an in-process engine."""
     lines = "".join(blocks("docs/quickstart.md", "console")).splitlines()
@@ -418,7 +438,7 @@ OTHER_OPTIONS = {
 OTHER_NAMES = {
     *("CombinedGateUpMLP", "CombinedProjectionStateDictAdapter", "CombinedQKVAttentionMixin", "GroupedExperts"),
     *("HFCheckpointingMixin", "MoEConfig", "MoEFSDPSyncMixin"),  # NeMo AutoModel
-    *("NovaMixer", "NovaModel", "NovaNorm", "PackedMixer", "VegaForCausalLM"),  # invented, in docs/add-a-family.md
+    *("NovaMixer", "NovaModel", "NovaNorm", "PackedMixer", "VegaConfig", "VegaForCausalLM"),  # invented, in docs/add-a-family.md
     *("IPCTrainerInitInfo", "NCCLTrainerInitInfo"),  # vLLM
     "FsdpWeightSource",  # SkyRL
     "PretrainedConfig",  # transformers
