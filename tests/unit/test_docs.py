@@ -438,7 +438,14 @@ OTHER_OPTIONS = {
 OTHER_NAMES = {
     *("CombinedGateUpMLP", "CombinedProjectionStateDictAdapter", "CombinedQKVAttentionMixin", "GroupedExperts"),
     *("HFCheckpointingMixin", "MoEConfig", "MoEFSDPSyncMixin"),  # NeMo AutoModel
-    *("NovaMixer", "NovaModel", "NovaNorm", "PackedMixer", "VegaConfig", "VegaForCausalLM"),  # invented, in docs/add-a-family.md
+    *(
+        "NovaMixer",
+        "NovaModel",
+        "NovaNorm",
+        "PackedMixer",
+        "VegaConfig",
+        "VegaForCausalLM",
+    ),  # invented, in docs/add-a-family.md
     *("IPCTrainerInitInfo", "NCCLTrainerInitInfo"),  # vLLM
     "FsdpWeightSource",  # SkyRL
     "PretrainedConfig",  # transformers
