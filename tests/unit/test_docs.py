@@ -438,14 +438,8 @@ OTHER_OPTIONS = {
 OTHER_NAMES = {
     *("CombinedGateUpMLP", "CombinedProjectionStateDictAdapter", "CombinedQKVAttentionMixin", "GroupedExperts"),
     *("HFCheckpointingMixin", "MoEConfig", "MoEFSDPSyncMixin"),  # NeMo AutoModel
-    *(
-        "NovaMixer",
-        "NovaModel",
-        "NovaNorm",
-        "PackedMixer",
-        "VegaConfig",
-        "VegaForCausalLM",
-    ),  # invented, in docs/add-a-family.md
+    *("NovaMixer", "NovaModel", "NovaNorm", "PackedMixer"),  # invented, in docs/add-a-family.md
+    *("VegaConfig", "VegaForCausalLM"),  # the same
     *("IPCTrainerInitInfo", "NCCLTrainerInitInfo"),  # vLLM
     "FsdpWeightSource",  # SkyRL
     "PretrainedConfig",  # transformers
