@@ -468,6 +468,25 @@ def reloading_touches_buffers() -> bool:
     return bool(model[0].scale != torch.tensor(0.0188))
 
 
+def reloading_loses_statistics() -> bool:
+    """Return True if a batch norm lacks the statistics that vLLM's layerwise reload loaded."""
+    from vllm.model_executor.model_loader.reload.layerwise import (
+        finalize_layerwise_reload,
+        initialize_layerwise_reload,
+        record_metadata_for_reloading,
+    )
+    from vllm.model_executor.models.utils import AutoWeightsLoader
+
+    model = nn.Sequential(nn.BatchNorm1d(4)).requires_grad_(False)
+    sent = {name: torch.full_like(tensor, 7) for name, tensor in model.state_dict().items()}
+    record_metadata_for_reloading(model)
+    initialize_layerwise_reload(model)
+    assert set(AutoWeightsLoader(model).load_weights(sent.items())) == sent.keys()
+    finalize_layerwise_reload(model, None)
+    assert torch.equal(model[0].weight, sent["0.weight"])
+    return not torch.equal(model[0].running_mean, sent["0.running_mean"])
+
+
 def processors_need_a_tokenizer() -> bool:
     """Return True if vLLM's image processor does not start without a tokenizer."""
     from types import SimpleNamespace
@@ -538,6 +557,7 @@ OF_CLASS: dict[str, Callable[[FamilyCase], bool]] = {
 """Probes of the upstream class of a family, at tiny size."""
 
 OF_VLLM: dict[str, Callable[[], bool]] = {
+    "engine-batch-norms": reloading_loses_statistics,
     "engine-reload-buffers": reloading_touches_buffers,
     "engine-tokenizer": processors_need_a_tokenizer,
 }

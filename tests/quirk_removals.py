@@ -33,8 +33,9 @@ REMOVE = {
     "names-on-the-hub": "nothing: the layouts are derived, and become equal",
     "engine-dummy-buffers": "ModelFlag.VLLM_LOAD_FORMAT_AUTO, and the families' use of it",
     "engine-reload-buffers": "this entry",
-    "engine-tied-head": "_nrl_tied in vllm_worker.py",
-    "engine-experts-on-cpu": "_nrl_kernels in vllm_worker.py",
+    "engine-tied-head": "_tied in engines/transfer/reload.py",
+    "engine-experts-on-cpu": "_kernels in engines/transfer/reload.py",
+    "engine-batch-norms": "engines/transfer/batch_norms.py and its use in reload.py",
     "engine-tokenizer": "needs_tokenizer in engines/vllm/vllm_start.py",
     "engine-v0-runtime": "_refuse_v0 in engines/vllm.py",
 }

@@ -14,6 +14,7 @@ from nrl_models.errors import UnknownArgumentError, did_you_mean
 
 SWITCHES = frozenset(
     {
+        "engine-batch-norms",
         "engine-dummy-buffers",
         "engine-experts-on-cpu",
         "engine-tied-head",

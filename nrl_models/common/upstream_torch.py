@@ -29,6 +29,7 @@ from torch._C._functorch import is_batchedtensor as is_batched
 from torch.distributed import _state_dict_utils as state_dict_utils
 from torch.distributed.fsdp._common_utils import FSDP_FLATTENED as FLATTENED
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
+from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
 from torch.nn.modules.conv import _ConvNd as ConvNd
 from torch.nn.modules.dropout import _DropoutNd as DropoutNd
 from torch.overrides import _get_current_function_mode_stack as function_mode_stack
@@ -42,6 +43,7 @@ __all__ = [
     "FSDP1_NAME",
     "WRAPPED_NAMES",
     "WRAPPERS",
+    "BatchNorm",
     "ConvNd",
     "DeviceContext",
     "DisableTorchFunction",

@@ -105,6 +105,17 @@ INFERENCE = (
         explains=_stale("experts"),
     ),
     Quirk(
+        name="engine-batch-norms",
+        symptom="A refit replaces the statistics of batch norms (in vision and audio towers) by uninitialized memory, "
+        "although they were sent.",
+        where=("engine",),
+        applies=predicates.has_batch_norms,
+        handling="During a refit, vLLM's loader gets the buffers themselves.",
+        code=("nrl_models.engines.transfer.batch_norms:load_statistics",),
+        probe="behavioral",
+        asks="vLLM's reload loses the statistics of a batch norm",
+    ),
+    Quirk(
         name="engine-tokenizer",
         symptom="An engine started without a tokenizer rejects every model that accepts images.",
         where=("engine",),

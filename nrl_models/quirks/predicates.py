@@ -10,6 +10,7 @@ from nrl_models.common.model_components.freezing import components_of
 from nrl_models.common.modules import predicts_words
 from nrl_models.common.state_dict.adapter import StateDictAdapter
 from nrl_models.common.state_dict.mtp import MTPNames
+from nrl_models.common.upstream_torch import BatchNorm
 from nrl_models.family import FamilyModel
 from nrl_models.quirks.subject import Subject
 
@@ -57,6 +58,11 @@ def ties_embeddings(subject: Subject) -> bool:
 def has_experts(subject: Subject) -> bool:
     """Return True if some layers choose experts."""
     return "freeze_routers" in components_of(subject.model)
+
+
+def has_batch_norms(subject: Subject) -> bool:
+    """Return True if a part of the model is a batch norm."""
+    return any(isinstance(module, BatchNorm) for module in subject.model.modules())
 
 
 def has_towers(subject: Subject) -> bool:

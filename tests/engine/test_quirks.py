@@ -25,6 +25,7 @@ from nrl_models.consistency.prompts import Prompts
 from nrl_models.consistency.refit import RefitChecker, RefitStep
 from nrl_models.engines import start_engine
 from nrl_models.engines.hf import HFEngine
+from nrl_models.engines.transfer.reload import Unwritten, WeightReload
 from nrl_models.engines.vllm import VLLMEngine
 from nrl_models.errors import EngineError
 from nrl_models.quirks import CATALOG
@@ -159,6 +160,46 @@ def test_symptom_of_engine_experts_on_cpu(with_experts: Path, vllm: Any) -> None
 @on_cpu
 def test_cure_of_engine_experts_on_cpu(with_experts: Path, vllm: Any) -> None:
     assert refit(with_experts, dummy(vllm, with_experts), times=2).passed
+
+
+class BatchNorms(nn.Sequential):
+    """A model of vLLM with one batch norm."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.BatchNorm1d(4))
+        self.requires_grad_(False)
+
+    def load_weights(self, weights: Any) -> set[str]:
+        """Load weights as most models of vLLM do."""
+        from vllm.model_executor.models.utils import AutoWeightsLoader
+
+        return AutoWeightsLoader(self).load_weights(weights)
+
+
+def lost_statistics(engine: VLLMEngine) -> list[str]:
+    """Reload a batch norm, and return the names of tensors without their new values."""
+    from vllm.model_executor.model_loader.reload.layerwise import record_metadata_for_reloading
+
+    model = BatchNorms()
+    record_metadata_for_reloading(model)
+    sent = {name: torch.full_like(tensor, 7) for name, tensor in model.state_dict().items()}
+    reload = WeightReload(model, engine.llm.llm_engine.vllm_config)
+    reload.load(sent.items())
+    assert reload.finish() == Unwritten((), ())
+    assert len(sent) == 5
+    return [name for name, tensor in model.state_dict().items() if not torch.equal(tensor, sent[name])]
+
+
+def test_symptom_of_engine_batch_norms(tied: Path, vllm: Any) -> None:
+    engine = vllm(tied)
+    with quirks_off("engine-batch-norms"):
+        lost = lost_statistics(engine)
+    tripwire(QUIRKS["engine-batch-norms"], bool(lost), "vLLM")
+    assert lost == ["0.running_mean", "0.running_var", "0.num_batches_tracked"]
+
+
+def test_cure_of_engine_batch_norms(tied: Path, vllm: Any) -> None:
+    assert lost_statistics(vllm(tied)) == []
 
 
 @pytest.fixture

@@ -19,6 +19,7 @@ from nrl_models.common.upstream_torch import TorchDispatchMode, tree_leaves
 from nrl_models.engines.digests import HEAD, tensor_digest, tied_apart
 from nrl_models.engines.engine_types import NamedTensor
 from nrl_models.engines.transfer.as_published import as_published
+from nrl_models.engines.transfer.batch_norms import load_statistics
 from nrl_models.engines.transfer.sent_tensors import is_finite, keeps_range, require_range
 from nrl_models.errors import EngineError, listed
 
@@ -65,6 +66,7 @@ class WeightReload:
             if name not in parameters and not name.rpartition(".")[2].startswith("_")
         )
         self._tied = [] if is_off("engine-tied-head") else _tied_modules(model)
+        self._hooks = [] if is_off("engine-batch-norms") else load_statistics(model)
         # vLLM packs experts for its CPU kernels only when it creates a kernel. A reload does not create one, so the
         # experts would stay unpacked and be read as packed. Removing the kernel makes vLLM create it again.
         self._kernels: list[tuple[Any, Any]] = []
@@ -227,6 +229,8 @@ class WeightReload:
         """Finish vLLM's layerwise reload, then repeat the processing steps that it omits."""
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
+        for hook in self._hooks:
+            hook.remove()
         with self._loading():
             finalize_layerwise_reload(self.model, self.vllm_config.model_config)
             # vLLM processes the weights again (packs them for its kernels) for modules that received a weight. A tied
