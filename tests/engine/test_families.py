@@ -70,6 +70,12 @@ def test_tied_output_embedding_refit(vllm: OneEngine, tmp_path: Path) -> None:
     assert outcome.status == AGREES, outcome.reason
 
 
+def test_weights_on_meta_are_not_compared(vllm: OneEngine, tmp_path: Path) -> None:
+    """An engine that takes only text leaves a parameter of the vision part on meta."""
+    outcome = compare_architecture("LlavaNextForConditionalGeneration", vllm, tmp_path)
+    assert outcome.status == AGREES, outcome.reason
+
+
 def test_gpt_oss_loaded_from_files_matches_trainer(vllm: OneEngine, tmp_path: Path) -> None:
     model = tiny_model("GptOssForCausalLM")
     model.save_pretrained(tmp_path)

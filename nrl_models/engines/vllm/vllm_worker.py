@@ -124,7 +124,8 @@ class ConsistencyWorker(ImageWorker):
         return self._nrl_held.unchanged(self._nrl_held_weights())
 
     def _nrl_held_weights(self) -> dict[str, torch.Tensor]:
-        tensors = self.nrl_model().state_dict()
+        # An engine that takes only text leaves parameters of its towers on meta.
+        tensors = {name: tensor for name, tensor in self.nrl_model().state_dict().items() if not tensor.is_meta}
         return {name: tensors[name] for name in self._nrl_noted & tensors.keys()}
 
     # Modules
