@@ -15,7 +15,8 @@ from nrl_models.certify.with_engine import REFITS
 from nrl_models.consistency.capsule.package_versions import versions
 from nrl_models.consistency.cells import THRESHOLD, is_conclusive
 from nrl_models.parity.parity_report import Unit
-from tests.engine.coverage_page import ORDER, certificate_file
+from tests.engine.coverage_page import ORDER
+from tools.coverage_pages.engine_outcomes import certificate_file
 
 NOT_COVERED = (
     "published weights: the model is tiny, and its weights are random with seed 0",
@@ -52,7 +53,7 @@ def write_certificate(section: str, engine: str, outcome: SweepOutcome, checkpoi
     """Write the certificate of an outcome, or delete an earlier one if the architecture was not run.
 
     Args:
-        section: A key of `coverage_page.ENGINES`.
+        section: A key of `engine_outcomes.ENGINES`.
         engine: Name of the engine for `nrl-models certify --engine`.
         outcome: The outcome.
         checkpoint: Directory of the tiny model.

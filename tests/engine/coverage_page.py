@@ -11,9 +11,9 @@ from nrl_models.consistency.cells import THRESHOLD
 from tests.engine.facts import Facts
 from tests.engine.obstacles import Stage, obstacle
 from tests.engine.published import BOUND
+from tools.coverage_pages.engine_outcomes import ENGINES, certificate_file
 from tools.coverage_pages.overview import table
 from tools.coverage_pages.results import Record
-from tools.variants import SEPARATOR
 
 PAGE = Path(__file__).parents[2] / "docs" / "engine-coverage.md"
 """The summary. The pages of the engines are in a folder of the same name."""
@@ -28,9 +28,6 @@ This page compares tiny models with random weights with real inference engines, 
 first. Errors are `token_mult_prob_error` ([consistency](consistency.md)), the larger one of decode and prefill. 1 means
 that all probabilities are equal; values above 1,000 mean unusable outputs.
 """
-
-ENGINES = {"vLLM": "vllm", "vLLM with images": "vllm-images", "MLX": "mlx"}
-"""The engines with a section, in order, and the names of their pages. Each engine's environment writes its section."""
 
 MEANINGS = {
     "agrees": "agree, after both refits",
@@ -53,12 +50,6 @@ MAX_ERROR_LENGTH = 200
 
 MAX_FACT_LENGTH = 160
 """Maximum length of a stated fact."""
-
-
-def certificate_file(engine: str, architecture: str) -> Path:
-    """Return the file of an architecture's certificate. `engine` is a key of `ENGINES`."""
-    name = architecture.replace(SEPARATOR, "-")  # which would end the path in a link
-    return PAGE.with_suffix("") / "certificates" / ENGINES[engine] / f"{name}.json"
 
 
 def certificate_link(engine: str, architecture: str, text: str) -> str:

@@ -14,7 +14,8 @@ import torch
 from nrl_models import registry
 from nrl_models.engines.hf import HFEngine
 from nrl_models.logprobs import Sampling, token_mult_prob_error
-from tests.engine import sweep
+from nrl_models.testing.tiny import TinyModelError
+from tests.engine import certificates, families, sweep
 from tests.engine.families import AGREES, NOT_DECIDED, compare_architecture, shared_architectures, tiny_model
 from tests.engine.limits import LIMITS
 from tests.engine.one_engine import OneEngine
@@ -74,6 +75,17 @@ def test_weights_on_meta_are_not_compared(vllm: OneEngine, tmp_path: Path) -> No
     """An engine that takes only text leaves a parameter of the vision part on meta."""
     outcome = compare_architecture("LlavaNextForConditionalGeneration", vllm, tmp_path)
     assert outcome.status == AGREES, outcome.reason
+
+
+def test_sweep_records_an_architecture_without_a_tiny_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*arguments: object) -> None:
+        raise TinyModelError("there is none")
+
+    monkeypatch.setattr(families, "tiny_model", fail)
+    monkeypatch.setattr(certificates, "write_certificate", lambda *arguments: None)
+    sweep.run_here(["LlamaForCausalLM"], tmp_path / "outcomes")
+    (outcome,) = sweep.outcomes(tmp_path / "outcomes").values()
+    assert (outcome["status"], outcome["stage"]) == ("not run", "tiny model")
 
 
 def test_gpt_oss_loaded_from_files_matches_trainer(vllm: OneEngine, tmp_path: Path) -> None:

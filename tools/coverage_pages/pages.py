@@ -11,6 +11,7 @@ from nrl_models import families, registry
 from nrl_models.onboarding.inspect import combined_groups
 from nrl_models.testing.features import FEATURES
 from tools.coverage_pages import sharding_outcomes
+from tools.coverage_pages.engine_outcomes import engines_section
 from tools.coverage_pages.errors import CoverageError
 from tools.coverage_pages.generated_tests import GeneratedTests, read_generated_tests
 from tools.coverage_pages.overview import Row, limits_table, overview_table, table
@@ -254,6 +255,7 @@ def _family_page(family: str, rows: Sequence[Row], records: Records, tests: Mapp
             *_after_blank(_bullets(sharding_outcomes.reasons(records, outcomes, labels))),
         ],
         "Variants": variants_lines(variants, records),
+        "Engines": engines_section([*outcomes, *variants], records),
         "Configuration keys": _ledger_lines(outcomes),
         "Limits": _bullets(
             [

@@ -14,8 +14,8 @@ from versions import needs, since
 from nrl_models import registry
 from nrl_models.errors import UnknownArchitectureError
 from nrl_models.loading.read_config import read_config
-from tests.engine.coverage_page import certificate_file
 from tools.checkout import PAGES
+from tools.coverage_pages.engine_outcomes import certificate_file
 from tools.coverage_pages.results import family_of
 from tools.mutants.campaign import architectures_in_order
 from tools.release_check.subjects import subjects
