@@ -17,7 +17,6 @@ import math
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -268,7 +267,7 @@ class HTTPEngine(Engine):
             self._client.pause()
             # Unique, because the versions of two trainers may have the same number.
             version = f"{self._sender.version + 1}-{self._run}"
-            _, arrived = self._sender.send(chain.from_iterable(sent), version)
+            _, arrived = self._sender.send_buckets(sent, version)
         except BaseException:
             if not self._refit_changed():
                 with suppress(EngineError):  # it has died

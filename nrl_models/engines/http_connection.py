@@ -34,7 +34,10 @@ BYTES_PER_TOKEN = 2**10
 
 @cache
 def _tls() -> ssl.SSLContext:
-    """Return the certificates for https. Reading them takes longer than most requests, so it happens once."""
+    """Return certificates for requests without https, of which only a proxy may use them.
+
+    Reading them takes longer than most requests to a server on this machine, so it happens once.
+    """
     return httpx2.create_ssl_context()
 
 
@@ -141,9 +144,10 @@ class ServerConnection:
         answers: dict[int, _Answer] = {}
         errors: list[Exception] = []
         limits = httpx2.Limits(max_connections=CONNECTIONS)
+        verify = _tls() if self.address.startswith("http://") else httpx2.create_ssl_context()
         with anyio.fail_after(self.timeout):
             async with (
-                httpx2.AsyncClient(timeout=None, follow_redirects=False, limits=limits, verify=_tls()) as client,
+                httpx2.AsyncClient(timeout=None, follow_redirects=False, limits=limits, verify=verify) as client,
                 anyio.create_task_group() as tasks,
             ):
 

@@ -278,25 +278,18 @@ def exported_values(
             yield from filled(bucket, tensors, values, ahead)
 
 
-def on_host(tensors: Iterable[tuple[str, torch.Tensor]], max_bytes: int) -> Iterator[tuple[str, torch.Tensor]]:
-    """Copy tensors of a GPU into pinned host memory, bucket by bucket. Tensors on a CPU are yielded unchanged.
-
-    Args:
-        tensors: Pairs of name and tensor.
-        max_bytes: Maximum size of a bucket. A larger tensor gets a separate bucket.
-    """
+def on_host(bucket: Sequence[tuple[str, torch.Tensor]]) -> list[tuple[str, torch.Tensor]]:
+    """Copy the tensors of a bucket that are on a GPU into pinned host memory. Tensors on a CPU are not copied."""
+    sources = {name: tensor for name, tensor in bucket if _is_on_gpu(tensor)}
+    if not sources:
+        return list(bucket)
     pool = BufferPool(torch.device("cpu"), pinned=torch.cuda.is_available())
-    # A tensor on a CPU is not kept until its bucket is full, because it may be temporary.
-    for group in grouped_tensors(tensors, max_bytes, lambda own: own.nbytes if _is_on_gpu(own) else max_bytes):
-        if not _is_on_gpu(group[0][1]):
-            yield from group
-            continue
-        _, copies = _divided(pool, [_Part(tensor.dtype, tuple(tensor.shape)) for _, tensor in group])
-        copy_all([(copied, tensor) for copied, (_, tensor) in zip(copies, group, strict=True)], non_blocking=True)
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        yield from [(name, copied) for copied, (name, _) in zip(copies, group, strict=True)]
-        del _, copies
+    _, copies = _divided(pool, [_Part(tensor.dtype, tuple(tensor.shape)) for tensor in sources.values()])
+    copy_all(list(zip(copies, sources.values(), strict=True)), non_blocking=True)
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    copied = dict(zip(sources, copies, strict=True))
+    return [(name, copied.get(name, tensor)) for name, tensor in bucket]
 
 
 def _is_on_gpu(tensor: torch.Tensor) -> bool:

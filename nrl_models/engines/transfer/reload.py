@@ -5,7 +5,6 @@ Uses only vLLM's interfaces for this purpose: `load_weights` and the layerwise r
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Set
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from nrl_models.engines.digests import HEAD, tensor_digest, tied_apart
 from nrl_models.engines.engine_types import NamedTensor
 from nrl_models.engines.transfer.as_published import as_published
 from nrl_models.engines.transfer.batch_norms import load_statistics
+from nrl_models.engines.transfer.incomplete import holes_in
 from nrl_models.engines.transfer.sent_tensors import is_finite, keeps_range, require_range
 from nrl_models.errors import EngineError, listed
 
@@ -66,7 +66,6 @@ class WeightReload:
             if name not in parameters and not name.rpartition(".")[2].startswith("_")
         )
         self._tied = [] if is_off("engine-tied-head") else _tied_modules(model)
-        self._hooks = [] if is_off("engine-batch-norms") else load_statistics(model)
         # vLLM packs experts for its CPU kernels only when it creates a kernel. A reload does not create one, so the
         # experts would stay unpacked and be read as packed. Removing the kernel makes vLLM create it again.
         self._kernels: list[tuple[Any, Any]] = []
@@ -91,6 +90,7 @@ class WeightReload:
         self._dtypes = {tensor.dtype for tensor in model.state_dict(keep_vars=True).values()}
         self._head: tuple[str, str] | None = None
         self._embeddings: dict[str, str] = {}
+        self._hooks = [] if is_off("engine-batch-norms") else load_statistics(model)
 
     def load(self, tensors: Iterable[NamedTensor]) -> None:
         """Load some weights, by hub name."""
@@ -146,7 +146,7 @@ class WeightReload:
         return frozenset(self._loaded)
 
     def lacking(self) -> dict[str, str]:
-        """Return incomplete parameters, each with a description of its missing elements.
+        """Return incomplete tensors of modules that received some weights, each with a description of what is missing.
 
         Loads the deferred tensor first, because it may complete a module.
         """
@@ -154,12 +154,16 @@ class WeightReload:
         if last:
             self._load(last)
         lacking: dict[str, str] = {}
+        expected = (names for names in (*self._parameters, *self._buffers) if self._loaded.isdisjoint(names))
+        absent = {name for names in expected for name in names}
         for name, module in self.model.named_modules():
             info = _info(module)
             if info.can_load() and 0 < info.load_numel < (info.load_numel_total or 0):
                 with self._loading():
-                    holes = _holes(module, info)
+                    holes = holes_in(module, info)
                 lacking |= {f"{name}.{own}": self._described(name, own, *sizes) for own, sizes in holes.items()}
+                own_names = {f"{name}.{own}" for own in (*module._parameters, *module._buffers)}
+                lacking |= {each: f"{each} (not sent)" for each in own_names & absent}
         return lacking
 
     def _described(self, module: str, own: str, missing: int, total: int) -> str:
@@ -181,13 +185,14 @@ class WeightReload:
         """
         self.require_tied()
         lacking = self.lacking()
+        incomplete = {name.rpartition(".")[0] for name in lacking}
         kept: list[str] = []
         missed = set()
         for name, module in self.model.named_modules():
             info = _info(module)
             if not (info.can_load() and info.load_numel_total):
                 continue
-            if any(f"{name}.{own}" in lacking for own, _ in info.loaded_weights):
+            if name in incomplete:
                 names = dict.fromkeys(f"{name}.{own}" for own, _ in info.loaded_weights)
                 kept += [lacking.get(each, f"{each} (its module lacks another tensor)") for each in names]
                 _drop(info)
@@ -279,33 +284,6 @@ class _SameKind(TorchDispatchMode):
                 raise EngineError(wrong_kind(name, args[1].dtype, args[0].dtype))
             require_range(name, args[1], args[0].dtype)
         return func(*args, **(kwargs or {}))
-
-
-def _holes(module: torch.nn.Module, info: Any) -> dict[str, tuple[int, int]]:
-    """Find tensors of a module that its new weights write only in part: number of missing elements, and the total.
-
-    The weights are loaded into a tensor of NaN, as vLLM would load them. For dtypes without NaN, they are loaded into
-    zeros and into ones. Padding does not count, because a loader overwrites or declares it (`weight_loader_numel`).
-    """
-    from vllm.model_executor.model_loader.reload.layerwise import _get_original_loader
-
-    holes = {}
-    for name in dict.fromkeys(name for name, _ in info.loaded_weights):
-        tensor: Any = getattr(module, name)
-        filled: list[torch.Tensor] = []
-        for fill in (math.nan,) if tensor.is_floating_point() else (0, 1):
-            target: Any = torch.full(tuple(tensor.shape), fill, dtype=tensor.dtype, device=info.restore_device)
-            target.__class__, target.__dict__ = tensor.__class__, tensor.__dict__.copy()
-            for own, bound in info.loaded_weights:
-                if own == name:
-                    again = type(bound)(bound.signature, {**bound.arguments, "param": target})
-                    _get_original_loader(tensor)(*again.args, **again.kwargs)
-            filled.append(target.data)
-        unwritten = filled[0].isnan() if len(filled) == 1 else filled[0] != filled[1]
-        size = getattr(tensor, "weight_loader_numel", tensor.numel())
-        if (count := int(unwritten.sum()) - (tensor.numel() - size)) > 0:
-            holes[name] = count, size
-    return holes
 
 
 def _cache_of(layers: Iterable[Any]) -> Iterator[torch.Tensor]:

@@ -76,12 +76,19 @@ class Sender:
             self._is_ready = True
 
     def send(self, tensors: Iterable[NamedTensor], version: str | None = None) -> tuple[Update, Mapping[str, str]]:
+        """Send all weights, as pairs of hub name and tensor from `StateDictAdapter.iter_export`: see `send_buckets`."""
+        return self.send_buckets(grouped_tensors(tensors, self.bucket_bytes), version)
+
+    def send_buckets(
+        self, buckets: Iterable[list[NamedTensor]], version: str | None = None
+    ) -> tuple[Update, Mapping[str, str]]:
         """Send new weights to the engine.
 
         Afterwards the engine has all new weights or all old weights. If neither is possible, it raises on every call.
 
         Args:
-            tensors: All weights, as pairs of hub name and tensor from `StateDictAdapter.iter_export`.
+            buckets: All weights, from `grouped_tensors`. Grouping them again would read further ahead, so that a
+                generator that reuses memory could overwrite tensors before they are sent.
             version: Name of the version. Default: a counter.
 
         Returns:
@@ -97,12 +104,11 @@ class Sender:
         version = str(self.version) if version is None else version
         segments: list[Segment] = []
         try:
-            tensors = on_host(tensors, self.bucket_bytes)
             if last is None:
-                digests = self._write_all(tensors, segments)
+                digests = self._write_all(buckets, segments)
                 update = Update(version, digest_of(digests), tuple(segments))
             else:
-                digests = self._write_changes(tensors, last, segments)
+                digests = self._write_changes(buckets, last, segments)
                 update = Update(version, digest_of(digests), tuple(segments), last.version, last.digest)
             if self.deltas:
                 # The same computation as in the engine, from the same memory.
@@ -114,37 +120,47 @@ class Sender:
         self._last, self.last_version = last if self.deltas else None, version
         return update, digests
 
-    def _write_all(self, tensors: Iterable[NamedTensor], segments: list[Segment]) -> dict[str, str]:
+    def _write_all(self, buckets: Iterable[list[NamedTensor]], segments: list[Segment]) -> dict[str, str]:
         """Write all tensors into new segments. Returns their digests."""
         digests: dict[str, str] = {}
-        for bucket in grouped_tensors(tensors, self.bucket_bytes):
-            digests |= {name: tensor_digest(tensor) for name, tensor in bucket}
-            segments.append(Segment.write(dict(bucket)))
+        for bucket in buckets:
+            tensors = dict(on_host(bucket))
+            digests |= {name: tensor_digest(tensor) for name, tensor in tensors.items()}
+            segments.append(Segment.write(tensors))
+            del tensors  # the memory can be reused for the next bucket
         return digests
 
-    def _write_changes(self, tensors: Iterable[NamedTensor], last: Weights, segments: list[Segment]) -> dict[str, str]:
+    def _write_changes(
+        self, buckets: Iterable[list[NamedTensor]], last: Weights, segments: list[Segment]
+    ) -> dict[str, str]:
         """Write the changes since the last version into new segments. Returns the digests of all tensors."""
-        digests, seen = dict(last.digests), set()
+        digests: dict[str, str] = {}
         writer = DeltaWriter()
-        for bucket in grouped_tensors(tensors, self.bucket_bytes):
-            for name, tensor in bucket:
-                if last.specs.get(name) != (tensor.dtype, tuple(tensor.shape)):
-                    raise EngineError(
-                        f"{name}, {tensor.dtype} {tuple(tensor.shape)}, is not a tensor of the version sent before: "
-                        "use another Sender for another model. The next update of this Sender sends all weights"
-                    )
-                seen.add(name)
-                # Hashing is much faster than comparing elements, and the engine needs the digest.
-                if (digest := tensor_digest(tensor)) != last.digests[name]:
-                    digests[name] = digest
-                    writer.add(name, last.tensors[name], tensor)
+        for bucket in buckets:
+            digests |= self._add_changes(bucket, last, writer)
             if writer.has_references or writer.nbytes > self.bucket_bytes:
                 segments.append(Segment.write(*writer.message()))
                 writer = DeltaWriter()
         if writer.nbytes:
             segments.append(Segment.write(*writer.message()))
-        if missing := sorted(last.specs.keys() - seen):
+        if missing := sorted(last.specs.keys() - digests.keys()):
             raise EngineError(f"{len(missing)} tensors of the version sent before are missing: {listed(missing)}")
+        return digests
+
+    @staticmethod
+    def _add_changes(bucket: list[NamedTensor], last: Weights, writer: DeltaWriter) -> dict[str, str]:
+        """Add the changes of a bucket's tensors to `writer`. Returns the digests of all its tensors."""
+        digests: dict[str, str] = {}
+        for name, tensor in on_host(bucket):
+            if last.specs.get(name) != (tensor.dtype, tuple(tensor.shape)):
+                raise EngineError(
+                    f"{name}, {tensor.dtype} {tuple(tensor.shape)}, is not a tensor of the version sent before: use "
+                    "another Sender for another model. The next update of this Sender sends all weights"
+                )
+            # Hashing is much faster than comparing elements, and the engine needs the digest.
+            digests[name] = tensor_digest(tensor)
+            if digests[name] != last.digests[name]:
+                writer.add(name, last.tensors[name], tensor)
         return digests
 
     def _deliver(self, update: Update) -> None:

@@ -22,6 +22,7 @@ from tests.engine.image_families import ImageOutcome
 from tests.engine.limits import LIMITS
 from tests.engine.obstacles import IMAGES, MLX, VLLM, Stage
 from tools.checkout import PAGES
+from tools.coverage_pages import engine_outcomes
 from tools.coverage_pages.results import Kind, Record, read_records
 
 FACTS = Facts(
@@ -57,6 +58,7 @@ def pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     page = tmp_path / "engine-coverage.md"
     page.write_text("# x\n\n## MLX\n\nkept\n")
     monkeypatch.setattr(coverage_page, "PAGE", page)
+    monkeypatch.setattr(engine_outcomes, "CERTIFICATES", page.with_suffix("") / "certificates")
     monkeypatch.setitem(registry._REQUIREMENTS, "FForCausalLM", ("transformers>=9",))
     certificate = tmp_path / "engine-coverage" / "certificates" / "vllm" / "CForCausalLM.json"
     certificate.parent.mkdir(parents=True)
@@ -195,7 +197,7 @@ def test_sweep_writes_certificates(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(coverage_page, "PAGE", tmp_path / "engine-coverage.md")
+    monkeypatch.setattr(engine_outcomes, "CERTIFICATES", tmp_path / "engine-coverage" / "certificates")
     checkpoint = tmp_path / "checkpoint"
     checkpoint.mkdir()
     (checkpoint / "config.json").write_text("{}")

@@ -235,21 +235,23 @@ def test_small_buckets(llama: PreTrainedModel) -> None:
         assert not different_tensors(workers.model.state_dict(), trainer.state_dict())
 
 
-def test_memory_reused_after_each_bucket(llama: PreTrainedModel) -> None:
+@pytest.mark.parametrize("shared", [True, False], ids=["halves of one buffer", "two buffers"])
+def test_memory_reused_after_each_bucket(llama: PreTrainedModel, shared: bool) -> None:
     trainer = copy.deepcopy(llama)
     size = trainer.model.layers[0].mlp.up_proj.weight.nbytes
     workers, sender = served(trainer, bucket_bytes=size)
 
-    def from_three_buffers() -> Iterator[NamedTensor]:
-        buffers = [torch.empty(size // 2, dtype=torch.bfloat16) for _ in range(3)]
+    def from_two_buffers() -> Iterator[NamedTensor]:
+        halves = torch.empty(2, size // 2, dtype=torch.bfloat16)
+        buffers = halves if shared else [half.clone() for half in halves]
         tensors = [(name, tensor) for name, tensor in exported(trainer) if tensor.nbytes == size]
         assert len(tensors) > 3
         for number, (name, tensor) in enumerate(tensors):
-            yield name, buffers[number % 3].view(tensor.shape).copy_(tensor)
+            yield name, buffers[number % 2].view(tensor.shape).copy_(tensor)
 
     for share in (1.0, 1.0, 0.01):
         train(trainer, share, torch.Generator().manual_seed(0))
-        sender.send(from_three_buffers())
+        sender.send(from_two_buffers())
         received = {name: tensor for name, tensor in workers.model.state_dict().items() if tensor.nbytes == size}
         assert not different_tensors(received, {name: trainer.state_dict()[name] for name in received})
 

@@ -216,7 +216,7 @@ def test_gpu_tensors_are_copied_to_host(monkeypatch: pytest.MonkeyPatch) -> None
     tensors |= {"f": torch.randn(3), "g": torch.empty(0, 2), "h": torch.tensor(3, dtype=torch.uint8)}
     gpu = {id(tensors[name]) for name in "abcdfgh"}
     monkeypatch.setattr(buckets, "_is_on_gpu", lambda tensor: id(tensor) in gpu)
-    copies = {name: (tensor, tensor.clone()) for name, tensor in on_host(tensors.items(), 200)}
+    copies = {name: (tensor, tensor.clone()) for name, tensor in on_host(list(tensors.items()))}
     assert list(copies) == list(tensors)
     for name, (copied, value) in copies.items():
         assert copied.dtype == tensors[name].dtype
