@@ -202,7 +202,9 @@ def test_decode_vs_prefill_diagnostic_fails_with_wrong_positions(demo: Path, vll
 
     handle = model_of(engine).register_forward_pre_hook(with_zero_positions, with_kwargs=True)
     try:
-        result = diagnose_decode_vs_prefill(engine, "demo", [demo_prompts.counting(20)[:24]], new_tokens=100)
+        # The demo's model is small, so wrong positions change its log-probabilities little.
+        prompt = demo_prompts.counting(20)[:24]
+        result = diagnose_decode_vs_prefill(engine, "demo", [prompt], new_tokens=100, threshold=1.001)
     finally:
         handle.remove()
         engine.llm.reset_prefix_cache()
