@@ -12,7 +12,7 @@ of the model.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import prod
 from threading import Lock
 from typing import TypeVar
@@ -176,16 +176,13 @@ class _Yielded:
 
 
 def grouped_tensors(
-    tensors: Iterable[tuple[str, torch.Tensor]],
-    max_bytes: int | None,
-    size: Callable[[torch.Tensor], int] = lambda tensor: tensor.nbytes,
+    tensors: Iterable[tuple[str, torch.Tensor]], max_bytes: int | None
 ) -> Iterator[list[tuple[str, torch.Tensor]]]:
     """Group tensors of a generator into buckets, see `grouped`. Inference tensors are copied.
 
     Args:
         tensors: Pairs of name and tensor.
         max_bytes: Maximum sum of sizes; None for a single bucket.
-        size: Size of a tensor in bytes.
 
     Raises:
         EngineError: If the generator modified a tensor before its bucket was complete, for example because it reuses a
@@ -196,7 +193,7 @@ def grouped_tensors(
     def waiting() -> Iterator[tuple[_Yielded, int]]:
         for name, tensor in tensors:
             latest[:] = [_Yielded(name, tensor)]
-            yield latest[0], size(tensor)
+            yield latest[0], tensor.nbytes
 
     for group in grouped(waiting(), max_bytes):
         _require_unchanged(group if group[-1] is latest[0] else [*group, *latest])
