@@ -146,7 +146,7 @@ class WeightReload:
         return frozenset(self._loaded)
 
     def lacking(self) -> dict[str, str]:
-        """Return incomplete tensors of modules that received some weights, each with a description of what is missing.
+        """Return incomplete tensors of modules that received some weights, each with a description of the missing part.
 
         Loads the deferred tensor first, because it may complete a module.
         """
