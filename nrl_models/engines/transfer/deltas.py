@@ -47,23 +47,18 @@ class DeltaWriter:
 
         Changed elements are copied. If most elements changed, the writer refers to `new` until `message`.
         """
-        before, now = _bits(old), _bits(new)
-        size_of_one = 2 + now.itemsize
-        if not _mostly_changed(before, now):
-            changed = before != now
-            count = int(changed.count_nonzero())
-            if not count:
-                return False
-            if count * size_of_one < now.nbytes:  # otherwise, sending positions saves nothing
-                steps = _steps(changed.nonzero().flatten())
-                if (size := len(steps) * size_of_one) < now.nbytes:
-                    self._sparse.append((name, len(steps)))
-                    self._steps.append(steps.to(torch.uint16))
-                    self._values.setdefault(now.itemsize, []).append(now[steps.cumsum(0) - 1])
-                    self.nbytes += size
-                    return True
-        self._whole[name] = new.detach()
-        self.nbytes += now.nbytes
+        now = _bits(new)
+        steps = _steps_of_changes(_bits(old), now)
+        if steps is None:
+            self._whole[name] = new.detach()
+            self.nbytes += now.nbytes
+            return True
+        if not len(steps):
+            return False
+        self._sparse.append((name, len(steps)))
+        self._steps.append(steps.to(torch.uint16))
+        self._values.setdefault(now.itemsize, []).append(now[steps.cumsum(0) - 1])
+        self.nbytes += len(steps) * _bytes_per_change(now)
         return True
 
     @property
@@ -123,6 +118,22 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
     return value.view(_BITS[value.element_size()])
 
 
+def _bytes_per_change(elements: torch.Tensor) -> int:
+    """Return the size of a changed element in a message: its distance and its value."""
+    return 2 + elements.itemsize
+
+
+def _steps_of_changes(before: torch.Tensor, now: torch.Tensor) -> torch.Tensor | None:
+    """Return the distances between changed elements; None if sending the complete tensor takes fewer bytes."""
+    if _mostly_changed(before, now):
+        return None
+    changed, size = before != now, _bytes_per_change(now)
+    if 0 < now.nbytes <= int(changed.count_nonzero()) * size:
+        return None
+    steps = _steps(changed.nonzero().flatten())
+    return None if 0 < now.nbytes <= len(steps) * size else steps
+
+
 def _mostly_changed(before: torch.Tensor, now: torch.Tensor) -> bool:
     """Return True if a sample shows that so many elements changed that positions take more bytes than the tensor.
 
@@ -132,7 +143,7 @@ def _mostly_changed(before: torch.Tensor, now: torch.Tensor) -> bool:
         return False
     every = len(now) // _SAMPLE | 1  # odd, so that it is not a multiple of a row
     sample = before[::every] != now[::every]
-    return int(sample.count_nonzero()) * (2 + now.itemsize) > 1.1 * len(sample) * now.itemsize
+    return int(sample.count_nonzero()) * _bytes_per_change(now) > 1.1 * len(sample) * now.itemsize
 
 
 def _steps(places: torch.Tensor) -> torch.Tensor:
