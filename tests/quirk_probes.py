@@ -445,13 +445,23 @@ def dummy_loading_touches_buffers(model: nn.Module) -> bool:
     return any(not torch.equal(buffer, before[name]) for name, buffer in derived.items())
 
 
-def reloading_touches_buffers() -> bool:
-    """Return True if vLLM's layerwise reload changes a derived buffer when it loads a weight of the same module."""
+@contextmanager
+def layerwise_reload(model: nn.Module) -> Iterator[None]:
+    """Reload the weights that are loaded into a model within the `with` block, as vLLM does."""
     from vllm.model_executor.model_loader.reload.layerwise import (
         finalize_layerwise_reload,
         initialize_layerwise_reload,
         record_metadata_for_reloading,
     )
+
+    record_metadata_for_reloading(model)
+    initialize_layerwise_reload(model)
+    yield
+    finalize_layerwise_reload(model, None)
+
+
+def reloading_touches_buffers() -> bool:
+    """Return True if vLLM's layerwise reload changes a derived buffer when it loads a weight of the same module."""
 
     class Scaled(nn.Module):
         def __init__(self) -> None:
@@ -460,29 +470,20 @@ def reloading_touches_buffers() -> bool:
             self.register_buffer("scale", torch.tensor(0.0188), persistent=False)
 
     model = nn.Sequential(Scaled())
-    record_metadata_for_reloading(model)
-    initialize_layerwise_reload(model)
-    model[0].weight.weight_loader(model[0].weight, torch.full((4,), 2.0))
-    finalize_layerwise_reload(model, None)
+    with layerwise_reload(model):
+        model[0].weight.weight_loader(model[0].weight, torch.full((4,), 2.0))
     assert torch.equal(model[0].weight, torch.full((4,), 2.0))
     return bool(model[0].scale != torch.tensor(0.0188))
 
 
 def reloading_loses_statistics() -> bool:
     """Return True if a batch norm lacks the statistics that vLLM's layerwise reload loaded."""
-    from vllm.model_executor.model_loader.reload.layerwise import (
-        finalize_layerwise_reload,
-        initialize_layerwise_reload,
-        record_metadata_for_reloading,
-    )
     from vllm.model_executor.models.utils import AutoWeightsLoader
 
     model = nn.Sequential(nn.BatchNorm1d(4)).requires_grad_(False)
     sent = {name: torch.full_like(tensor, 7) for name, tensor in model.state_dict().items()}
-    record_metadata_for_reloading(model)
-    initialize_layerwise_reload(model)
-    assert set(AutoWeightsLoader(model).load_weights(sent.items())) == sent.keys()
-    finalize_layerwise_reload(model, None)
+    with layerwise_reload(model):
+        assert set(AutoWeightsLoader(model).load_weights(sent.items())) == sent.keys()
     assert torch.equal(model[0].weight, sent["0.weight"])
     return not torch.equal(model[0].running_mean, sent["0.running_mean"])
 

@@ -11,7 +11,7 @@ from nrl_models.consistency.cells import THRESHOLD
 from tests.engine.facts import Facts
 from tests.engine.obstacles import Stage, obstacle
 from tests.engine.published import BOUND
-from tools.coverage_pages.engine_outcomes import ENGINES, certificate_file
+from tools.coverage_pages.engine_outcomes import ENGINES, certificate_link
 from tools.coverage_pages.overview import table
 from tools.coverage_pages.results import Record
 
@@ -50,12 +50,6 @@ MAX_ERROR_LENGTH = 200
 
 MAX_FACT_LENGTH = 160
 """Maximum length of a stated fact."""
-
-
-def certificate_link(engine: str, architecture: str, text: str) -> str:
-    """Return a link from an engine's page to an architecture's certificate; empty if it has none."""
-    file = certificate_file(engine, architecture)
-    return f"[{text}]({file.relative_to(PAGE.with_suffix('')).as_posix()})" if file.is_file() else ""
 
 
 def pages_with(
@@ -152,7 +146,7 @@ def details_page(
 
     def row(name: str, headings: Mapping[str, str], *more: str) -> tuple[str, ...]:
         numbers = (shown(outcomes[name].get(key)) for key in headings)
-        link = certificate_link(engine, name, "JSON")
+        link = certificate_link(engine, name, "JSON", PAGE.with_suffix("") / f"{ENGINES[engine]}.md")
         return (name, *more, *numbers, " ".join(conditions(outcomes[name])), link)
 
     lines = [

@@ -439,7 +439,7 @@ OTHER_NAMES = {
     *("CombinedGateUpMLP", "CombinedProjectionStateDictAdapter", "CombinedQKVAttentionMixin", "GroupedExperts"),
     *("HFCheckpointingMixin", "MoEConfig", "MoEFSDPSyncMixin"),  # NeMo AutoModel
     *("NovaMixer", "NovaModel", "NovaNorm", "PackedMixer"),  # invented, in docs/add-a-family.md
-    *("VegaConfig", "VegaForCausalLM"),  # the same
+    *("VegaConfig", "VegaForCausalLM"),  # its example of another repository
     *("IPCTrainerInitInfo", "NCCLTrainerInitInfo"),  # vLLM
     "FsdpWeightSource",  # SkyRL
     "PretrainedConfig",  # transformers

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -26,20 +27,26 @@ def certificate_file(engine: str, architecture: str) -> Path:
     return CERTIFICATES / ENGINES[engine] / f"{name}.json"
 
 
-def engines_section(architectures: Iterable[str], records: Records) -> list[str]:
+def certificate_link(engine: str, architecture: str, text: str, page: Path) -> str:
+    """Return a link from a page to an architecture's certificate; empty if it has none."""
+    file = certificate_file(engine, architecture)
+    return f"[{text}]({Path(os.path.relpath(file, page.parent)).as_posix()})" if file.is_file() else ""
+
+
+def engines_section(architectures: Iterable[str], records: Records, page: Path) -> list[str]:
     """Return the lines of a family's section: the outcome of each architecture in each engine that was tried."""
-    tried = {name: {engine: records[kind].get(name) for engine, kind in KINDS.items()} for name in architectures}
-    tried = {name: found for name, found in tried.items() if any(found.values())}
-    engines = [engine for engine in ENGINES if any(found[engine] for found in tried.values())]
-    rows = []
-    for name, found in tried.items():
-        cells = []
-        for engine in engines:
-            record, file = found[engine], certificate_file(engine, name)
-            link = f" ([certificate](../{file.relative_to(PAGES.parent).as_posix()}))" if file.is_file() else ""
-            cells.append(f"{record.outcome['status']}{link}" if record else "")
-        rows.append((name, *cells))
-    if not rows:
+
+    def cell(engine: str, name: str) -> str:
+        if (record := records[KINDS[engine]].get(name)) is None:
+            return ""
+        link = certificate_link(engine, name, "certificate", page)
+        return record.outcome["status"] + (f" ({link})" if link else "")
+
+    tried = {name: {engine: cell(engine, name) for engine in ENGINES} for name in architectures}
+    tried = {name: cells for name, cells in tried.items() if any(cells.values())}
+    if not tried:
         return []
+    engines = [engine for engine in ENGINES if any(cells[engine] for cells in tried.values())]
     text = "Tiny models with random weights. [Engine coverage](../engine-coverage.md) explains the results."
+    rows = [(name, *(cells[engine] for engine in engines)) for name, cells in tried.items()]
     return [text, "", *table(("architecture", *engines), rows)]

@@ -10,6 +10,7 @@ from typing import Any
 from nrl_models import families, registry
 from nrl_models.onboarding.inspect import combined_groups
 from nrl_models.testing.features import FEATURES
+from tools.checkout import PAGES
 from tools.coverage_pages import sharding_outcomes
 from tools.coverage_pages.engine_outcomes import engines_section
 from tools.coverage_pages.errors import CoverageError
@@ -255,7 +256,7 @@ def _family_page(family: str, rows: Sequence[Row], records: Records, tests: Mapp
             *_after_blank(_bullets(sharding_outcomes.reasons(records, outcomes, labels))),
         ],
         "Variants": variants_lines(variants, records),
-        "Engines": engines_section([*outcomes, *variants], records),
+        "Engines": engines_section([*outcomes, *variants], records, PAGES / f"{family}.md"),
         "Configuration keys": _ledger_lines(outcomes),
         "Limits": _bullets(
             [
