@@ -64,7 +64,7 @@ def main() -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     rows: list[Row] = []
     for dtype in ("float32", "bfloat16"):
-        turns = []
+        turns: list[Row] = []
         for run in range(options.runs):
             at = run % len(NAMES)
             turns += child(MEASURE, ",".join(NAMES[at:] + NAMES[:at]), dtype, device, "1")

@@ -18,8 +18,10 @@ import json
 import os
 import tempfile
 import time
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 from benchmarks.load import MAKE
 from benchmarks.reporting import Row, arguments, child, median, null_ratio, publish
@@ -49,25 +51,30 @@ def _load_rank(rank: int, which: str, layout: str, path: str, folder: str) -> No
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    options: dict[str, Any]
+    from_pretrained: Callable[..., Any]
     if which == "nrl_models":
-        from nrl_models import AutoModelForCausalLM, registry
+        import nrl_models
+        from nrl_models import registry
 
         for architecture in ("LlamaForCausalLM", "MixtralForCausalLM"):
             registry.model_class(architecture)  # imports do not count
         import_module("nrl_models.loading.sharded")
+        from_pretrained = nrl_models.AutoModelForCausalLM.from_pretrained
 
         options = {"mesh": init_device_mesh("cpu", (2,), mesh_dim_names=(layout,))}
     else:
         import transformers.models.llama.modeling_llama
         import transformers.models.mixtral.modeling_mixtral
-        from transformers import AutoModelForCausalLM
         from transformers.distributed import DistributedConfig
 
-        options = {"distributed_config": DistributedConfig(**{f"{layout}_size": 2})}
+        from_pretrained = transformers.AutoModelForCausalLM.from_pretrained
+        sizes: dict[str, Any] = {f"{layout}_size": 2}
+        options = {"distributed_config": DistributedConfig(**sizes)}
     dist.barrier()
     with Peak() as peak:
         started = time.perf_counter()
-        model = AutoModelForCausalLM.from_pretrained(path, **options)
+        model: Any = from_pretrained(path, **options)
         took = time.perf_counter() - started
     with torch.no_grad():
         started = time.perf_counter()

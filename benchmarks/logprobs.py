@@ -104,7 +104,8 @@ def ours_with_loss(hidden: torch.Tensor, head: nn.Linear, tokens: torch.Tensor) 
     def derivatives(found: TokenStatistics) -> Derivatives:
         with torch.enable_grad():
             leaf = found.logprobs.detach().clone().requires_grad_()
-            return (*torch.autograd.grad(-leaf.mean(), leaf), None, None)
+            (gradient,) = torch.autograd.grad(-leaf.mean(), leaf)
+            return gradient, None, None
 
     return chunked_statistics(hidden, OutputHead(head), tokens, Sampling(), ahead=LossAhead(derivatives)).logprobs
 

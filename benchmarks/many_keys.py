@@ -118,8 +118,8 @@ def main() -> None:
         "plan": "`nrl-models plan` of 671B, fsdp=32, ep=16",
     }
     for what, limit in LIMITS.items():
-        figures = measured.get(what, ours)
-        row = {"what": names[what], "CPU s": median(figures, what), "transformers, CPU s": ""}
+        results = measured.get(what, ours)
+        row = {"what": names[what], "CPU s": median(results, what), "transformers, CPU s": ""}
         rows.append(row | {"ours / transformers": "", "null ratio": "", "limit, CPU s": limit})
     publish("many_keys", "Many small tensors (45,395)", rows, options.out)
 

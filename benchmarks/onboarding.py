@@ -59,6 +59,7 @@ def measure(classes: Iterable[type[PreTrainedModel]], out: Path) -> None:
 
 def time_one(model_class: type[PreTrainedModel]) -> Row:
     """Return wall and CPU seconds of the command for one class, the machine's load before, and whether it succeeded."""
+    assert model_class.config_class is not None
     with tempfile.TemporaryDirectory() as folder:
         config = model_class.config_class()
         config.architectures = [model_class.__name__]

@@ -9,7 +9,7 @@ import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import matplotlib
 
@@ -123,13 +123,13 @@ def draw(plot: Plot, title: str, rows: list[Row], file: Path) -> None:
     height = 0.8 / len(plot.ratios)
     ratios = {name: [1 / row[name] if name in plot.inverse else row[name] for row in drawn] for name in plot.ratios}
     longest = max(value for values in ratios.values() for value in values)
-    style: dict[str, Any] = {
+    style = {
         "svg.hashsalt": file.name,  # identical figures give identical files
         "svg.fonttype": "none",
         "font.family": "sans-serif",
         **dict.fromkeys(("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color"), GRAY),
     }
-    with plt.rc_context(style):
+    with plt.rc_context(cast("Any", style)):
         figure, axes = plt.subplots(figsize=(WIDTH, 1.6 + len(drawn) * (0.25 + 0.25 * len(plot.ratios))))
         for number, (name, legend) in enumerate(plot.ratios.items()):
             places = [row + height * (number - (len(plot.ratios) - 1) / 2) for row in range(len(drawn))]
@@ -149,8 +149,15 @@ def draw(plot: Plot, title: str, rows: list[Row], file: Path) -> None:
             textwrap.fill(title.replace("`", ""), 60), loc="left", fontsize=11, pad=30 if len(plot.ratios) > 1 else 10
         )
         if len(plot.ratios) > 1:
-            place = {"loc": "lower left", "bbox_to_anchor": (-0.02, 1.0), "bbox_transform": axes.transAxes}
-            axes.legend(**place, ncols=len(plot.ratios), frameon=False, fontsize=10, borderaxespad=0.3)
+            axes.legend(
+                loc="lower left",
+                bbox_to_anchor=(-0.02, 1.0),
+                bbox_transform=axes.transAxes,
+                ncols=len(plot.ratios),
+                frameon=False,
+                fontsize=10,
+                borderaxespad=0.3,
+            )
         figure.savefig(file, transparent=True, bbox_inches="tight", metadata={"Date": None})
         plt.close(figure)
 

@@ -14,6 +14,7 @@ from transformers import LlamaConfig
 
 from benchmarks.reporting import Row, arguments, median_ratio, publish
 from nrl_models import AutoModelForCausalLM
+from nrl_models.family import FamilyModel
 
 CONFIG = LlamaConfig(
     hidden_size=2048,
@@ -65,7 +66,7 @@ def main() -> None:
 
 
 @torch.no_grad()
-def stream(model: torch.nn.Module, received: dict[str, torch.Tensor], max_bytes: int | None) -> None:
+def stream(model: FamilyModel, received: dict[str, torch.Tensor], max_bytes: int | None) -> None:
     """Stream all weights once."""
     for name, tensor in model.state_dict_adapter.iter_export(model, max_bytes=max_bytes):
         received[name].copy_(tensor)

@@ -28,11 +28,12 @@ from typing import Any
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # torch reads it at import
 
 import torch
-from transformers import LlamaConfig, PreTrainedModel
+from transformers import LlamaConfig
 
 from benchmarks.reporting import Row, arguments, median_ratio, null_ratio, publish
 from nrl_models import AutoModelForCausalLM, start_engine
 from nrl_models.engines import Engine
+from nrl_models.family import FamilyModel
 
 CONFIG = LlamaConfig(
     hidden_size=576,
@@ -47,7 +48,7 @@ CONFIG = LlamaConfig(
 """135 million parameters: 269 MB in bfloat16."""
 
 RELOAD = "vLLM `reload_weights`, from memory"
-LIMITS = {"dtype": torch.bfloat16, "max_length": 128}
+LIMITS: dict[str, Any] = {"dtype": torch.bfloat16, "max_length": 128}
 
 
 def main() -> None:
@@ -60,14 +61,14 @@ def main() -> None:
         publish("refit_engine", "Refits of vLLM", _measured(models, folder, running, options.runs), options.out)
 
 
-def _saved(folder: Path, seed: int) -> PreTrainedModel:
+def _saved(folder: Path, seed: int) -> FamilyModel:
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(CONFIG, dtype=torch.bfloat16, device="cpu")
     model.save_pretrained(folder)
     return model
 
 
-def _measured(models: list[PreTrainedModel], folder: Path, running: ExitStack, runs: int) -> list[Row]:
+def _measured(models: list[FamilyModel], folder: Path, running: ExitStack, runs: int) -> list[Row]:
     from tests.engine.one_server import serving
 
     path = folder / "0"
@@ -119,11 +120,11 @@ def _measured(models: list[PreTrainedModel], folder: Path, running: ExitStack, r
     ]
 
 
-def _exported(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
+def _exported(model: FamilyModel) -> Iterator[tuple[str, torch.Tensor]]:
     return iter(model.state_dict_adapter.iter_export(model))
 
 
-def _refit(engine: Engine, model: PreTrainedModel, **options: bool) -> None:
+def _refit(engine: Engine, model: FamilyModel, **options: bool) -> None:
     engine.refit(_exported(model), **options)
 
 
@@ -132,7 +133,7 @@ def _reload(engine: Any, **options: Any) -> None:
 
 
 @torch.no_grad()
-def _change(model: PreTrainedModel) -> None:
+def _change(model: FamilyModel) -> None:
     """Change one element in a hundred of each weight."""
     for parameter in model.parameters():
         parameter.view(-1)[::100] *= -1

@@ -31,8 +31,8 @@ def arguments(description: str, runs: int, sizes: Sequence[str] = ()) -> argpars
     return parser.parse_args()
 
 
-def child(code: str, *arguments: str) -> Row:
-    """Run Python code in a new process, and parse the JSON object in the last line of its output."""
+def child(code: str, *arguments: str) -> Any:
+    """Run Python code in a new process, and parse the JSON in the last line of its output."""
     command = [sys.executable, "-c", code, *arguments]
     output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     return json.loads(output.splitlines()[-1])

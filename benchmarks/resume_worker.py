@@ -208,7 +208,7 @@ def kill(model: Any, ranks: int, seconds: dict[str, float], folder: Path) -> dic
 
             is_loaded = finish(forks(ranks, load))
             values = {value for rank in range(ranks) for value in _values(folder / f"values-{rank}", is_loaded)}
-            outcome = {(1.0,): "old", (2.0,): "new"}.get(tuple(values), "mixed") if is_loaded else "error"
+            outcome = "old" if values == {1.0} else "new" if values == {2.0} else "mixed" if is_loaded else "error"
             outcomes[name][outcome] = outcomes[name].get(outcome, 0) + 1
     return outcomes
 

@@ -175,7 +175,7 @@ def measure(models: dict[str, Any], runs: int, tokens: Any, base: str) -> dict[s
         order = list(models.items())[:: 1 if run % 2 else -1]
         for name, model in order:
             gc.collect()
-            with Peak() as peak:
+            with Peak() as memory_peak:
                 started = time.perf_counter()
                 loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
                 loss.backward()
@@ -187,7 +187,7 @@ def measure(models: dict[str, Any], runs: int, tokens: Any, base: str) -> dict[s
             losses.setdefault(name, loss.item())
             if run >= 2:
                 times[name].append(took)
-                memory[name] = max(memory[name], peak.rise)
+                memory[name] = max(memory[name], memory_peak.rise)
     spread = max(losses.values()) - min(losses.values())
     assert spread < 1e-2, f"the contenders differ: {losses}"
     first = next(iter(models.values()))

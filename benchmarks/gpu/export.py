@@ -13,7 +13,7 @@ from benchmarks.gpu.context import Case, Context
 from benchmarks.gpu.models import SEPARATE, alternate, config_of, contender, labeled, ratio
 from benchmarks.gpu.outcomes import CheckError
 from benchmarks.reporting import Row
-from nrl_models.common.state_dict.buckets import on_host
+from nrl_models.common.state_dict.buckets import grouped_tensors, on_host
 
 COPY, COPY_AGAIN = "one copy", "one copy, again"
 BY_TENSOR = "copies of each tensor"
@@ -86,5 +86,6 @@ def _stream(model: Any, received: dict[str, torch.Tensor], max_bytes: int | None
 @torch.no_grad()
 def _through_host(model: Any, received: dict[str, torch.Tensor], max_bytes: int) -> None:
     """Stream all weights as the transfer to vLLM reads them."""
-    for name, tensor in on_host(model.state_dict_adapter.iter_export(model), max_bytes):
-        received[name].copy_(tensor)
+    for bucket in grouped_tensors(model.state_dict_adapter.iter_export(model), max_bytes):
+        for name, tensor in on_host(bucket):
+            received[name].copy_(tensor)

@@ -106,8 +106,8 @@ def table(rows: list[Row]) -> list[str]:
     for row in rows:
         first, *rest = (escaped("" if row.get(column) is None else cell(row[column])) for column in columns)
         merged.setdefault(tuple(rest), []).append(first)
-    for rest, firsts in merged.items():
-        lines.append("| " + " | ".join(["; ".join(firsts), *rest]) + " |")
+    for others, firsts in merged.items():
+        lines.append("| " + " | ".join(["; ".join(firsts), *others]) + " |")
     return [*lines, ""]
 
 

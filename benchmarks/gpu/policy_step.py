@@ -180,8 +180,9 @@ def draw(model: Any, vocabulary: int, context: Context, group: int | None = None
     lengths = [prompt + min(longest, max(2, round(draws.lognormvariate(math.log(middle), 0.7)))) for _ in range(count)]
     generator = torch.Generator().manual_seed(0)
     sequences = [torch.randint(vocabulary, (length,), generator=generator) for length in lengths]
-    for row, sequence in enumerate(sequences if group else ()):
-        sequence[:prompt] = sequences[row - row % group][:prompt]
+    for row, sequence in enumerate(sequences):
+        if group:
+            sequence[:prompt] = sequences[row - row % group][:prompt]
     ids = pad_sequence(sequences, batch_first=True)
     mask = torch.arange(ids.shape[1]) < torch.tensor(lengths)[:, None]
     noise = 0.2 * torch.randn(ids.shape, generator=generator)
