@@ -121,17 +121,18 @@ def longest_length(subject: CheckpointUnderTest) -> Iterator[CheckResult]:
     settings = Settings((length,), (cell.data,), (cell.mode,), (1,), new_tokens=NEW_TOKENS, seed=subject.options.seed)
     meter = Meter(engine, trainer, subject.prompts, settings)
     result = CellResult.of(cell, (meter.measure(cell),), settings)
-    problems, side, verdict = list(result.problems), Side.ENGINE, None
-    if problems:
+    if not result.passed:
         references = References(subject.folder, device=subject.options.device)
-        verdict = Judge(meter, references).judge(cell, result.repeats[0])
-        side = side_of_verdict(verdict) or side
+        result = replace(result, verdict=Judge(meter, references).judge(cell, result.repeats[0]))
+    problems = [] if result.is_rounding else result.problems
+    side = side_of_verdict(result.verdict) or Side.ENGINE
     known = engine.capabilities()
     if known.own_limit and known.max_length is not None:
         prompt = subject.prompts.make(cell, known.max_length - 4, settings.seed)[0]
         found = diagnose_max_model_len(engine, subject.name, prompt, prompt_tokens=len(prompt))
         problems += [] if found.passed else [found.lines[-1]]
-    yield of_cells(subject, "longest length", [result], problems, verdict.summary if verdict else "", side)
+    verdict = result.verdict.summary if result.verdict else ""
+    yield of_cells(subject, "longest length", [result], problems, verdict, side)
 
 
 def routed_experts(subject: CheckpointUnderTest) -> Iterator[CheckResult]:

@@ -14,17 +14,15 @@ from rich.markup import escape
 
 from nrl_models.common.dtypes import dtype_name
 from nrl_models.common.value_checks import finite_or_none
-from nrl_models.consistency.cells import NOISE_FACTOR, Cell, Settings, largest_error
-from nrl_models.consistency.measure import Comparison, Measurement
+from nrl_models.consistency.cells import NOISE_FACTOR, THRESHOLD, Cell, Settings, largest_error
+from nrl_models.consistency.measure import Comparison, Measurement, not_finite
 from nrl_models.consistency.verdict import Verdict
 from nrl_models.logprobs.metrics import ConsistencyMetrics, shown_error
 from nrl_models.logprobs.sampling import Sampling
 from nrl_models.parity.parity_report import Outcome, Unit
 from nrl_models.parity.result_table import ResultTable
 from nrl_models.parity.worst import last_if_nan, worst_of
-
-MAX_OUTSIDE = 0.01
-"""Maximum share of sampled tokens that the trainer's top-k and top-p exclude. Rounding decides at their limits."""
+from nrl_models.quirks import VerdictKind
 
 CELL = ("length", "data", "mode", "batch")
 
@@ -104,6 +102,16 @@ class CellResult:
         return [f"token_mult_prob_error {shown_error(error)} against {name}, {above}, is within {floor}"]
 
     @property
+    def is_rounding(self) -> bool:
+        """Whether the only problem is an error that rounding explains. Such a cell shows neither a fault nor agreement.
+
+        Never with a bound below `THRESHOLD`. Such a bound follows from earlier errors of the same two sides, which had
+        the same rounding.
+        """
+        is_explained = self.verdict is not None and self.verdict.kind is VerdictKind.ROUNDING
+        return is_explained and self.threshold >= THRESHOLD and not self._not_finite
+
+    @property
     def problems(self) -> list[str]:
         """Reasons why the cell does not pass; empty if it passes."""
         problems = []
@@ -115,20 +123,11 @@ class CellResult:
                     explained = f"explains ({shown_error(self.bound)})"
                     above += f" and what the noise floor of {shown_error(self.noise)} {explained}"
                 problems.append(f"token_mult_prob_error {shown_error(worst)} against {name}, {above}")
-            for count, what in (
-                (sum(metrics.nan for metrics in repeats), "NaN"),
-                (sum(metrics.engine_infinite for metrics in repeats), "infinite in the engine"),
-            ):
-                if count:
-                    problems.append(f"{count} log-probabilities of {name} are {what}")
-            outside = sum(metrics.trainer_infinite for metrics in repeats)
-            if not self.sampling.truncates and outside:
-                problems.append(
-                    f"{outside} tokens of {name} have probability 0 in the trainer, without top-k and top-p"
-                )
-            elif outside > MAX_OUTSIDE * sum(metrics.tokens + metrics.trainer_infinite for metrics in repeats):
-                problems.append(f"{outside} tokens of {name} are excluded by the trainer's top-k and top-p")
-        return problems
+        return problems + self._not_finite
+
+    @property
+    def _not_finite(self) -> list[str]:
+        return not_finite(self.comparisons, truncates=self.sampling.truncates)
 
     @property
     def explanation(self) -> list[str]:

@@ -54,7 +54,10 @@ class Judge:
         self.meter, self.references, self.random_weights = meter, references, random_weights
 
     def judge(self, cell: Cell, measurement: Measurement) -> Verdict:
-        """Return the verdict on one measurement of a cell. Its kind is `precision` if the sides agree."""
+        """Return the verdict on one measurement of a cell.
+
+        Its kind is `precision` or `rounding` if the sides agree.
+        """
         return self.judged(cell, measurement).verdict
 
     def judged(self, cell: Cell, measurement: Measurement, *, with_tensors: bool = False) -> Judged:

@@ -46,7 +46,10 @@ from nrl_models.parity.worst import worst_of
 logger = get_logger(__name__)
 
 MAX_VERDICTS = 3
-"""Maximum number of failing cells to judge. A verdict takes a few times as long as a measurement."""
+"""Maximum number of failing cells to judge, besides those that only rounding explains.
+
+A verdict takes a few times as long as a measurement.
+"""
 
 FORMAT = 3
 """Format of saved measurements. Increased whenever older measurements can no longer be read."""
@@ -237,7 +240,7 @@ def run_matrix(
 
             repeats = tuple(meter.measure(cell, repeat, note) for repeat in range(settings.repeats))
             result = CellResult.of(cell, repeats, settings)
-            judged = sum(earlier.verdict is not None for earlier in report.results)
+            judged = sum(earlier.verdict is not None and not earlier.is_rounding for earlier in report.results)
             if not result.passed and judged < MAX_VERDICTS:
                 note("judging")
                 result = replace(result, verdict=_verdict(judge, result, store))

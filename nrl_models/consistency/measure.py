@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from enum import StrEnum
 from functools import cached_property
@@ -31,6 +31,9 @@ NOISE_SEQUENCES = (2, 8)
 limits the number in between."""
 
 NOISE_TOKENS = 8_000
+
+MAX_OUTSIDE = 0.01
+"""Maximum share of sampled tokens that the trainer's top-k and top-p exclude. Rounding decides at their limits."""
 
 
 class Comparison(StrEnum):
@@ -237,3 +240,26 @@ class Meter:
         if not known.score or not (known.processed_scores or sampling.is_identity):
             return torch.zeros(0, generated, dtype=torch.float64)  # the engine cannot score these tokens
         return final_scores(engine, tokens, generated, sampling, **options)
+
+
+def not_finite(comparisons: Mapping[Comparison, Sequence[ConsistencyMetrics]], *, truncates: bool) -> list[str]:
+    """Return problems with log-probabilities that are not finite.
+
+    Args:
+        comparisons: Metrics of each comparison, by repeat.
+        truncates: Whether the sampling excludes tokens, by top-k or top-p.
+    """
+    problems = []
+    for name, repeats in comparisons.items():
+        for count, what in (
+            (sum(metrics.nan for metrics in repeats), "NaN"),
+            (sum(metrics.engine_infinite for metrics in repeats), "infinite in the engine"),
+        ):
+            if count:
+                problems.append(f"{count} log-probabilities of {name} are {what}")
+        outside = sum(metrics.trainer_infinite for metrics in repeats)
+        if outside and not truncates:
+            problems.append(f"{outside} tokens of {name} have probability 0 in the trainer, without top-k and top-p")
+        elif outside > MAX_OUTSIDE * sum(metrics.tokens + metrics.trainer_infinite for metrics in repeats):
+            problems.append(f"{outside} tokens of {name} are excluded by the trainer's top-k and top-p")
+    return problems

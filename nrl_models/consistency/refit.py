@@ -80,6 +80,11 @@ class RefitStep:
         """Whether all tensors arrived and the log-probabilities agree."""
         return not self.problems and self.result.passed
 
+    @property
+    def is_rounding(self) -> bool:
+        """Whether all tensors arrived, and only rounding explains the error of the log-probabilities."""
+        return not self.problems and self.result.is_rounding
+
 
 def check_refit(
     path: str | Path,

@@ -146,6 +146,8 @@ class Verdict:
         who = " and ".join(self.at_fault)
         if self.kind == VerdictKind.PRECISION:
             sentences = ["The difference is explained by precision"]
+        elif self.kind == VerdictKind.ROUNDING:
+            sentences = ["The difference is explained by rounding: no side is farther from fp64 than expected"]
         elif self.kind == VerdictKind.UNSTABLE:
             sentences = ["The model is numerically unstable: transformers in fp32 is itself as far from fp64"]
         elif self.kind == VerdictKind.NOT_FINITE:

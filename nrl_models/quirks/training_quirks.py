@@ -79,7 +79,7 @@ TRAINING = (
         probe="behavioral",
         asks="different rounding makes transformers choose different experts in bf16",
         sources=("https://arxiv.org/abs/2510.11370",),
-        explains=lambda evidence: evidence.kind in (VerdictKind.PRECISION, VerdictKind.UNSTABLE),
+        explains=lambda evidence: evidence.kind in (VerdictKind.PRECISION, VerdictKind.ROUNDING, VerdictKind.UNSTABLE),
     ),
     Quirk(
         name="full-vocabulary-logits",

@@ -32,7 +32,7 @@ that all probabilities are equal; values above 1,000 mean unusable outputs.
 MEANINGS = {
     "agrees": "agree, after both refits",
     "agrees as loaded": "agree with the weights read from files, and cannot be refitted",
-    "not decided": f"not decided: their errors exceed {THRESHOLD}, and agree only within the noise floor of bf16",
+    "not decided": f"not decided: their errors exceed {THRESHOLD}, and rounding in bf16 explains them",
     "disagrees": "disagree: the verdict names the wrong side",
     "not run": "cannot be run here",
 }

@@ -133,7 +133,7 @@ class Decision:
         return self._measures
 
     def verdict(self) -> Verdict:
-        """Return the verdict. Its kind is `precision` if the sides agree."""
+        """Return the verdict. Its kind is `precision` or `rounding` if the sides agree."""
         case, reference = self.case, self._reference
         exact, single = reference(torch.float64), reference(torch.float32)
         errors = {
@@ -161,7 +161,8 @@ class Decision:
                 floor = floor if at_fault else allowed
                 at_fault.append(party)
         if not at_fault:
-            return self._finish(VerdictKind.PRECISION, (), errors, found=self._precisions(looks_like))
+            kind = VerdictKind.ROUNDING if self._round_alike() else VerdictKind.PRECISION
+            return self._finish(kind, (), errors, found=self._precisions(looks_like))
         wrong = case.parties[at_fault[0]]
         cause = find_cause(self._hypotheses(), wrong, single, floor)
         sides = [party for party in at_fault if party != Party.SECOND_TRAINER] or at_fault
@@ -208,6 +209,11 @@ class Decision:
         if dtype is None:
             return torch.float32, torch.float16, torch.bfloat16
         return (precision(dtype),)
+
+    def _round_alike(self) -> bool:
+        """Return True if all sides compute in the same dtype, and it is below fp32."""
+        dtypes = {self.case.dtypes[party] for party in self.case.parties}
+        return len(dtypes) == 1 and precision(dtypes.pop()) != torch.float32
 
     def _precisions(self, looks_like: str) -> str:
         engine, trainer = self.case.dtypes.get(Party.DECODE), self.case.dtypes[Party.TRAINER]

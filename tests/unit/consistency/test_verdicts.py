@@ -15,7 +15,8 @@ from small_cell import SETTINGS
 from transformers import DeepseekV3Config, Gemma2Config, LlamaConfig, MistralConfig, PreTrainedConfig
 
 from nrl_models import AutoModelForCausalLM
-from nrl_models.consistency import references
+from nrl_models.consistency import matrix, references
+from nrl_models.consistency.cells import THRESHOLD
 from nrl_models.consistency.matrix import run_matrix
 from nrl_models.consistency.measure import Meter
 from nrl_models.consistency.prompts import Prompts
@@ -25,6 +26,7 @@ from nrl_models.consistency.store import Store
 from nrl_models.consistency.verdict import CauseKind, Opinion, Verdict, Vote
 from nrl_models.engines.hf import HFEngine
 from nrl_models.errors import EngineError
+from nrl_models.logprobs import Sampling
 from nrl_models.quirks import Pattern, VerdictKind
 from nrl_models.testing.tiny import tiny_config
 
@@ -153,6 +155,51 @@ def test_lower_precision_verdict(judge: Judge) -> None:
     verdict = judge(tiny_config(LlamaConfig), change=half)
     assert verdict.kind == VerdictKind.PRECISION
     assert "The difference is explained by precision. Engine: bfloat16; trainer: float32." in verdict.summary
+
+
+def test_rounding_verdict(judge: Judge) -> None:
+    """In bf16, eager attention rounds differently than SDPA."""
+
+    def both_half(engine: HFEngine, trainer: HFEngine) -> None:
+        engine.model.to(torch.bfloat16)
+        trainer.model.to(torch.bfloat16)
+
+    eager = {"attn_implementation": "eager"}
+    verdict = judge(tiny_config(LlamaConfig), eager, change=both_half, threshold=1.00001, noise_factor=0.0)
+    assert verdict.kind == VerdictKind.ROUNDING
+    assert verdict.at_fault == ()
+    assert "explained by rounding" in verdict.summary
+    assert "Engine: bfloat16; trainer: bfloat16." in verdict.summary
+
+
+@pytest.mark.parametrize(("kind", "judged"), [(VerdictKind.ROUNDING, 5), (VerdictKind.PRECISION, matrix.MAX_VERDICTS)])
+def test_cells_with_rounding_do_not_count(
+    kind: VerdictKind, judged: int, checkpoint: Path, prompts: Prompts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A cell that rounding explains does not use up the verdicts of the others, which might show a fault."""
+    monkeypatch.setattr(matrix, "_verdict", lambda *args: Verdict(kind, (), {}))
+    engine = HFEngine.start(checkpoint, dtype=torch.float32)
+    with torch.no_grad():
+        engine.model.model.layers[0].mlp.down_proj.weight.mul_(4.0)
+    trainer = HFEngine(AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32), "trainer")
+    settings = replace(SETTINGS, threshold=THRESHOLD, batches=(2, 3, 4, 5, 6), sampling=Sampling(0.8))
+    report = run_matrix(
+        str(checkpoint),
+        Meter(engine, trainer, prompts, settings, Store(tmp_path / "store", {}, fresh=True)),
+        References(checkpoint),
+    )
+    assert [result.passed for result in report.results] == [False] * 5
+    assert sum(result.verdict is not None for result in report.results) == judged
+
+
+def test_rounding_does_not_hide_fault(judge: Judge) -> None:
+    def spoil(engine: HFEngine, trainer: HFEngine) -> None:
+        engine.model.to(torch.bfloat16)
+        trainer.model.to(torch.bfloat16)
+        with torch.no_grad():
+            engine.model.model.layers[0].mlp.down_proj.weight.mul_(1.5)
+
+    assert judge(tiny_config(LlamaConfig), change=spoil).kind == VerdictKind.ENGINE
 
 
 # Quirks
