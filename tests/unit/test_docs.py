@@ -125,8 +125,8 @@ def test_readme_figures_match_generated_pages() -> None:
         f"{vllm.undecided} are not decided. {vllm.not_run} did not run."
     ) in text
     assert (
-        f"[With images](docs/engine-coverage.md#vllm-with-images), {images.compared + images.not_run} were tried and "
-        f"{images.compared} ran: {images.agreeing} agree, {images.undecided} are not decided, "
+        f"{images.compared + images.not_run} architectures were also tried "
+        f"[with images](docs/engine-coverage.md#vllm-with-images), and {images.compared} of them ran: {images.agreeing} agree, {images.undecided} are not decided, "
         f"{images.disagreeing} disagree."
     ) in text
     assert (
