@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -14,9 +14,11 @@ import pytest
 import torch
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
+from vllm.model_executor.model_loader.reload.layerwise import record_metadata_for_reloading
 
 from nrl_models.engines.engine_types import NamedTensor
 from nrl_models.engines.hf import HFEngine
+from nrl_models.engines.transfer.reload import WeightReload
 from nrl_models.engines.vllm import VLLMEngine
 from nrl_models.errors import EngineError, MixedWeightsError
 from nrl_models.logprobs import Sampling
@@ -125,6 +127,72 @@ def test_refits_without_parts_of_fused_tensors_raise(architecture: str, vllm: On
             engine.refit((name, tensor) for name, tensor in weights.items() if name != missing)
     engine.refit(weights.items())
     assert engine.score(PROMPTS, Sampling()) == scores
+
+
+def test_refit_with_reused_buffers_raises(pair_of: Callable[[str], Pair]) -> None:
+    """vLLM keeps tensors of a layer until it has all of them, also after their bucket. Two buffers are too few."""
+    pair = pair_of("LlamaForCausalLM")
+    buffers = [torch.empty(max(tensor.numel() for _, tensor in pair.weights())) for _ in range(2)]
+
+    def reused() -> Iterator[NamedTensor]:
+        for index, (name, tensor) in enumerate(pair.weights(1.01)):
+            yield name, buffers[index % 2][: tensor.numel()].view(tensor.shape).copy_(tensor)
+
+    with pytest.raises(EngineError, match=r"proj.*was changed after the generator yielded it, before its layer was"):
+        pair.engine.refit(reused(), bucket_bytes=1)
+    pair.engine.refit(pair.weights(), bucket_bytes=1)
+    assert pair.max_difference() < 1e-4
+
+
+def test_refit_from_one_buffer(pair_of: Callable[[str], Pair]) -> None:
+    """Tensors next to each other in a buffer share its version, so that each write seems to change all of them."""
+    pair = pair_of("LlamaForCausalLM")
+    buffer = torch.empty(sum(tensor.numel() for _, tensor in pair.weights()))
+
+    def packed() -> Iterator[NamedTensor]:
+        start = 0
+        for name, tensor in pair.weights():
+            yield name, buffer[start : start + tensor.numel()].view(tensor.shape).copy_(tensor)
+            start += tensor.numel()
+
+    pair.engine.refit(packed(), bucket_bytes=1)
+    assert pair.max_difference() < 1e-4
+
+
+def test_second_start_abandons_first_refit(pair_of: Callable[[str], Pair], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A trainer may die during a refit. Hooks of its refit must not stay."""
+    pair, abandoned, abandon = pair_of("LlamaForCausalLM"), [], WeightReload.abandon
+    monkeypatch.setattr(WeightReload, "abandon", lambda self: abandoned.append(self) or abandon(self))
+    pair.engine._call("nrl_refit_start")
+    pair.engine.refit(pair.weights())
+    assert len(abandoned) == 1
+    assert pair.max_difference() < 1e-4
+
+
+class OwnParameters(torch.nn.Module):
+    """A model with parameters in its outermost module, as `image_newline` in vision models."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = (torch.nn.Parameter(torch.full((4,), value)) for value in (1.0, 2.0))
+
+    def load_weights(self, weights: Iterable[NamedTensor]) -> set[str]:
+        names = set()
+        for name, tensor in weights:
+            parameter = self.get_parameter(name)
+            parameter.weight_loader(parameter, tensor)
+            names.add(name)
+        return names
+
+
+def test_incomplete_outermost_module_keeps_its_weights(pair_of: Callable[[str], Pair]) -> None:
+    config, model = pair_of("LlamaForCausalLM").engine.config, OwnParameters()
+    record_metadata_for_reloading(model)
+    reload = WeightReload(model, config)
+    reload.load([("first", torch.zeros(4))])
+    assert reload.lacking() == {"second": "second (not sent)"}
+    assert reload.finish().parameters == ("first (its module lacks another tensor)", "second")
+    assert [parameter.tolist() for parameter in model.parameters()] == [[1.0] * 4, [2.0] * 4]
 
 
 def test_refit_with_invalid_values_or_dtype_raises(pair_of: Callable[[str], Pair]) -> None:

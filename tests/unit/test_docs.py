@@ -126,8 +126,8 @@ def test_readme_figures_match_generated_pages() -> None:
     ) in text
     assert (
         f"{images.compared + images.not_run} architectures were also tried "
-        f"[with images](docs/engine-coverage.md#vllm-with-images), and {images.compared} of them ran: {images.agreeing} agree, {images.undecided} are not decided, "
-        f"{images.disagreeing} disagree."
+        f"[with images](docs/engine-coverage.md#vllm-with-images), and {images.compared} of them ran: "
+        f"{images.agreeing} agree, {images.undecided} are not decided, {images.disagreeing} disagree."
     ) in text
     assert (
         f"Of the architectures in the first row and their variants, MLX-LM supports {mlx.shared}. "

@@ -146,8 +146,8 @@ def grouped(sizes: Iterable[tuple[T, int]], max_bytes: int | None) -> Iterator[l
         yield group
 
 
-class _Yielded:
-    """A named tensor that waits for its bucket, and its version when the generator yielded it."""
+class YieldedTensor:
+    """A named tensor that is still in use, and its version when a generator yielded it."""
 
     __slots__ = ("name", "tensor", "version")
 
@@ -188,32 +188,39 @@ def grouped_tensors(
         EngineError: If the generator modified a tensor before its bucket was complete, for example because it reuses a
             buffer.
     """
-    latest: list[_Yielded] = []
+    latest: list[YieldedTensor] = []
 
-    def waiting() -> Iterator[tuple[_Yielded, int]]:
+    def waiting() -> Iterator[tuple[YieldedTensor, int]]:
         for name, tensor in tensors:
-            latest[:] = [_Yielded(name, tensor)]
+            latest[:] = [YieldedTensor(name, tensor)]
             yield latest[0], tensor.nbytes
 
     for group in grouped(waiting(), max_bytes):
-        _require_unchanged(group if group[-1] is latest[0] else [*group, *latest])
+        require_unchanged(group if group[-1] is latest[0] else [*group, *latest], "its bucket was complete")
         bucket = [(item.name, item.tensor) for item in group]
         yield bucket
         bucket.clear()
         latest[0].renew()  # an engine may have written its own tensors
 
 
-def _require_unchanged(items: Sequence[_Yielded]) -> None:
+def require_unchanged(items: Sequence[YieldedTensor], event: str) -> None:
     """Check that no tensor was modified since it was yielded.
 
     Tensors of one buffer also share its version. So a tensor in a larger buffer counts as modified only if its version
     changed and another tensor was yielded in the same memory.
+
+    Args:
+        items: The tensors.
+        event: The event until which tensors must not change, for the error message.
+
+    Raises:
+        EngineError: If a tensor was modified.
     """
     candidates = {item for item in items if item.tensor.numel() and item.may_have_changed()}
     changed = {item for item in candidates if item.is_complete_buffer()}
     if candidates - changed:
         before, end = items[0], ("", 0)
-        for item in sorted((item for item in items if item.tensor.numel()), key=_Yielded.memory):
+        for item in sorted((item for item in items if item.tensor.numel()), key=YieldedTensor.memory):
             device, start, stop = item.memory()
             if (device, start) < end:
                 changed |= candidates & {before, item}
@@ -222,8 +229,7 @@ def _require_unchanged(items: Sequence[_Yielded]) -> None:
     if changed:
         name = next(item.name for item in items if item in changed)
         raise EngineError(
-            f"{name} was changed after the generator yielded it, before its bucket was complete: yield a copy "
-            "(tensor.clone())"
+            f"{name} was changed after the generator yielded it, before {event}: yield a copy (tensor.clone())"
         )
 
 

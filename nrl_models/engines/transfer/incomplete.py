@@ -1,11 +1,14 @@
-"""Find tensors that the new weights of a vLLM module write only in part."""
+"""Tensors of vLLM modules that did not get all of their new weights yet."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import torch
+
+from nrl_models.common.state_dict.buckets import YieldedTensor
 
 
 def holes_in(module: torch.nn.Module, info: Any) -> dict[str, tuple[int, int]]:
@@ -33,3 +36,22 @@ def holes_in(module: torch.nn.Module, info: Any) -> dict[str, tuple[int, int]]:
         if (count := int(unwritten.sum()) - (tensor.numel() - size)) > 0:
             holes[name] = count, size
     return holes
+
+
+def kept_tensors(model: torch.nn.Module) -> Iterator[YieldedTensor]:
+    """Yield the tensors that vLLM keeps until their module has all of its weights, by the engine's names.
+
+    Inference tensors are left out. They come from another process, in memory that does not change.
+    """
+    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+    for name, module in model.named_modules():
+        for own, bound in get_layerwise_info(module).loaded_weights:
+            for key, value in bound.arguments.items():
+                if key != "param" and isinstance(value, torch.Tensor) and not value.is_inference():
+                    yield YieldedTensor(joined(name, own), value)
+
+
+def joined(module: str, own: str) -> str:
+    """Return the name in the model of a tensor of a module. The model's own name is empty."""
+    return f"{module}.{own}" if module else own

@@ -13,13 +13,14 @@ from typing import Any
 import torch
 
 from nrl_models.common.dtypes import same_kind, wrong_kind
+from nrl_models.common.state_dict.buckets import YieldedTensor, require_unchanged
 from nrl_models.common.switches import is_off
 from nrl_models.common.upstream_torch import TorchDispatchMode, tree_leaves
 from nrl_models.engines.digests import HEAD, tensor_digest, tied_apart
 from nrl_models.engines.engine_types import NamedTensor
 from nrl_models.engines.transfer.as_published import as_published
 from nrl_models.engines.transfer.batch_norms import load_statistics
-from nrl_models.engines.transfer.incomplete import holes_in
+from nrl_models.engines.transfer.incomplete import holes_in, joined, kept_tensors
 from nrl_models.engines.transfer.sent_tensors import is_finite, keeps_range, require_range
 from nrl_models.errors import EngineError, listed
 
@@ -58,6 +59,7 @@ class WeightReload:
         self._loaded: set[str] = set()
         self._given: set[str] = set()
         self._last: list[NamedTensor] = []
+        self._kept: list[YieldedTensor] = []
         # Names with an underscore are vLLM's own constants (scales of a quantized cache), which are in no checkpoint.
         parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
         self._buffers = _names(
@@ -93,8 +95,21 @@ class WeightReload:
         self._hooks = [] if is_off("engine-batch-norms") else load_statistics(model)
 
     def load(self, tensors: Iterable[NamedTensor]) -> None:
-        """Load some weights, by hub name."""
-        self._load(self._put_off(tensors))
+        """Load some weights, by hub name.
+
+        Raises:
+            EngineError: If a tensor of an earlier call was changed before its layer was complete.
+        """
+        bucket = list(tensors)
+        self._require_kept(bucket)
+        self._load(self._put_off(bucket))
+        before = {id(item.tensor): item for item in self._kept}
+        self._kept = [before.get(id(item.tensor), item) for item in kept_tensors(self.model)]
+
+    def _require_kept(self, bucket: Iterable[NamedTensor] = ()) -> None:
+        """Check that no tensor that vLLM keeps was changed. A generator may reuse its memory for the next bucket."""
+        if any(item.may_have_changed() for item in self._kept):
+            require_unchanged([*self._kept, *(YieldedTensor(*pair) for pair in bucket)], "its layer was complete")
 
     def _put_off(self, tensors: Iterable[NamedTensor]) -> Iterator[NamedTensor]:
         """Yield all tensors except those to load last."""
@@ -161,8 +176,8 @@ class WeightReload:
             if info.can_load() and 0 < info.load_numel < (info.load_numel_total or 0):
                 with self._loading():
                     holes = holes_in(module, info)
-                lacking |= {f"{name}.{own}": self._described(name, own, *sizes) for own, sizes in holes.items()}
-                own_names = {f"{name}.{own}" for own in (*module._parameters, *module._buffers)}
+                lacking |= {joined(name, own): self._described(name, own, *sizes) for own, sizes in holes.items()}
+                own_names = {joined(name, own) for own in (*module._parameters, *module._buffers)}
                 lacking |= {each: f"{each} (not sent)" for each in own_names & absent}
         return lacking
 
@@ -173,7 +188,7 @@ class WeightReload:
         layer = ".".join(owner.split(".")[-3:])
         absent = [part for part in parts if not any(name.endswith(f"{layer}.{part}.{own}") for name in self._given)]
         names = f"without {' and '.join(absent)}, " if 0 < len(absent) < len(parts) else ""
-        return f"{module}.{own} ({names}{missing:,} of {total:,} elements not sent)"
+        return f"{joined(module, own)} ({names}{missing:,} of {total:,} elements not sent)"
 
     def finish(self) -> Unwritten:
         """Apply the new weights, and return the unwritten ones. Incomplete modules keep their old weights.
@@ -181,9 +196,10 @@ class WeightReload:
         Without this, vLLM would build an incomplete layer from uninitialized memory.
 
         Raises:
-            EngineError: See `require_tied`.
+            EngineError: See `load` and `require_tied`.
         """
         self.require_tied()
+        self._require_kept()
         lacking = self.lacking()
         incomplete = {name.rpartition(".")[0] for name in lacking}
         kept: list[str] = []
@@ -193,12 +209,12 @@ class WeightReload:
             if not (info.can_load() and info.load_numel_total):
                 continue
             if name in incomplete:
-                names = dict.fromkeys(f"{name}.{own}" for own, _ in info.loaded_weights)
+                names = dict.fromkeys(joined(name, own) for own, _ in info.loaded_weights)
                 kept += [lacking.get(each, f"{each} (its module lacks another tensor)") for each in names]
                 _drop(info)
             elif not info.load_numel and module not in self._tied:
                 # A loader may bypass vLLM's reload and report weights as written. The reload then restores old ones.
-                missed |= {f"{name}.{own}" for own, _ in module.named_parameters(recurse=False)}
+                missed |= {joined(name, own) for own, _ in module.named_parameters(recurse=False)}
         self._end()
         return Unwritten((*kept, *self._left(self._parameters, missed)), self._left(self._buffers))
 

@@ -61,6 +61,8 @@ def _checked(pair: Any) -> NamedTensor:
         problem = "is a DTensor: send complete tensors, as iter_export yields them"
     elif tensor.is_meta:
         problem = "is on meta and has no values: load the model's weights first"
+    elif tensor.is_complex():
+        problem = f"has the dtype {tensor.dtype}: engines have no complex weights"
     elif tensor.layout is not torch.strided:
         problem = f"has the layout {tensor.layout}: send tensor.to_dense()"
     if problem:

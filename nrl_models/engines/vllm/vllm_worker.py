@@ -82,7 +82,9 @@ class ConsistencyWorker(ImageWorker):
     # Weights
 
     def nrl_refit_start(self) -> None:
-        """Start a transfer of new weights."""
+        """Start a transfer of new weights. An unfinished one is abandoned."""
+        if getattr(self, "_nrl_reload", None) is not None:
+            self.nrl_refit_abandon()
         self._nrl_digests: dict[str, str] = {}
         self._nrl_reload: WeightReload | None = WeightReload(self.nrl_model(), self.vllm_config)
 

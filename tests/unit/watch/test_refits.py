@@ -32,6 +32,7 @@ INVALID: dict[str, tuple[Callable[[Tensors], Any], str]] = {
     "names": (lambda tensors: list(tensors), "takes pairs of name and tensor"),
     "no pairs": (lambda tensors: [(NAME,)], "takes pairs of name and tensor"),
     "no tensor": (lambda tensors: [(NAME, [1.0])], "is a list: expected a torch.Tensor"),
+    "complex": (lambda tensors: [(NAME, tensors[NAME].to(torch.complex64))], "engines have no complex weights"),
     "meta": (lambda tensors: [(NAME, tensors[NAME].to("meta"))], "is on meta"),
     "sparse": (lambda tensors: [(NAME, tensors[NAME].to_sparse())], "has the layout"),
     "empty": (lambda tensors: [], "a refit without tensors"),
