@@ -146,7 +146,10 @@ def policy_loss(
     gain = torch.where(counted, advantages.to(difference)[:, None], 0.0)
     factor = 1.0 if correction is None else torch.where(counted, correction.detach().to(gain), 0.0)
     ratio = _bounded(difference, gain * factor, logprobs.dtype).exp()
-    terms = -torch.minimum(ratio * gain, ratio.clamp(1.0 - eps_low, 1.0 + eps_high) * gain) * factor
+    # As torch.minimum(ratio * gain, ratio.clamp(...) * gain). In torch 2.15, clamp has no gradient at its bounds.
+    above, below = _clipped(ratio, gain, eps_low, eps_high)
+    clipped = torch.where(above, 1.0 + eps_high, torch.where(below, 1.0 - eps_low, ratio))
+    terms = -clipped * gain * factor
     if reference is not None:
         behind = behind.clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
         terms = terms + kl * (_bounded(behind, behind.new_tensor(kl), logprobs.dtype).expm1() - behind)
@@ -167,9 +170,17 @@ def clipped_share(
     with torch.no_grad():
         ratio = torch.exp(_difference(logprobs, old, weights))
         gain = advantages.to(ratio)[:, None]
-        ended = ((ratio > 1.0 + eps_high) & (gain > 0)) | ((ratio < 1.0 - eps_low) & (gain < 0))
+        above, below = _clipped(ratio, gain, eps_low, eps_high)
+        ended = above | below
         counted = weights > 0
         return (ended & counted).sum().item() / max(1, int(counted.sum()))
+
+
+def _clipped(
+    ratio: torch.Tensor, gain: torch.Tensor, eps_low: float, eps_high: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return where the ratio is clipped to its upper bound, and where to its lower bound."""
+    return (ratio > 1.0 + eps_high) & (gain > 0), (ratio < 1.0 - eps_low) & (gain < 0)
 
 
 def _difference(first: torch.Tensor, second: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -184,7 +195,7 @@ def _bounded(values: torch.Tensor, factor: torch.Tensor, dtype: torch.dtype) -> 
     bound = math.log(torch.finfo(values.dtype).max) - room
     if torch.finfo(dtype).max < torch.finfo(values.dtype).max:  # fp16. A factor alone may exceed it
         bound = torch.minimum(bound, (math.log(torch.finfo(dtype).max) - room).clamp(min=0.0))
-    values = values.clamp(max=LARGEST_LOG_RATIO)
+    values = torch.where(values > LARGEST_LOG_RATIO, LARGEST_LOG_RATIO, values)
     return torch.where(values > bound, bound + (values - values.detach()), values)
 
 

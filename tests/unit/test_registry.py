@@ -7,10 +7,10 @@ import re
 import subprocess
 import sys
 from importlib import import_module
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
-import torch
 from transformers import AutoConfig, LlamaConfig
 
 from nrl_models import (
@@ -256,7 +256,7 @@ def test_family_import_error_names_class_and_cause(outside: Path, code: str, exp
     message = str(caught.value)
     assert "OutsideForCausalLM is served by outside.model:OutsideForCausalLM, which does not import" in message
     assert expected in message
-    assert f"torch {torch.__version__}" in message
+    assert f"torch {version('torch')}" in message  # without the suffix of CUDA builds
     assert caught.value.__cause__ is not None
 
 

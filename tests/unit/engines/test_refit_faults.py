@@ -241,9 +241,10 @@ def test_reload_checks_dtype_conversions(
     monkeypatch: pytest.MonkeyPatch, sent_dtype: str, engine_dtype: str, message: str | None
 ) -> None:
     monkeypatch.setattr(reload.WeightReload, "_loading", lambda self: nullcontext())
+    monkeypatch.setattr(reload, "kept_tensors", lambda model: [])
     model = CopyingModel(getattr(torch, engine_dtype))
     running = reload.WeightReload.__new__(reload.WeightReload)
-    vars(running).update(model=model, _loaded=set(), _given=set(), _last=[], _ties=False, _head=None)
+    vars(running).update(model=model, _loaded=set(), _given=set(), _last=[], _kept=[], _ties=False, _head=None)
     running._dtypes = {model.weight.dtype}
     value = torch.tensor([1.0, 60_000.0 if sent_dtype == "float16" else 70_000.0]).to(getattr(torch, sent_dtype))
     with pytest.raises(EngineError, match=message) if message else nullcontext():

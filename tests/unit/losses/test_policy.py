@@ -160,6 +160,18 @@ def test_loss_and_gradient_are_finite_for_any_log_ratio(log_ratio: float, advant
         assert logprobs.grad.item() > 1e36 or log_ratio == math.inf, "the update lowers the token's probability"
 
 
+@pytest.mark.parametrize("advantage", [-1.5, 1.5])
+@pytest.mark.parametrize("eps", [0.0, 0.2])
+def test_first_update_has_gradient(eps: float, advantage: float) -> None:
+    """The ratio is exactly 1, which is also the bound if eps is 0. There, `clamp` of torch 2.15 has no gradient."""
+    logprobs = torch.tensor([[-1.0]], requires_grad=True)
+    loss = policy_loss(
+        logprobs, logprobs.detach(), torch.tensor([advantage]), torch.ones(1, 1), eps_low=eps, eps_high=eps
+    )
+    loss.backward()
+    assert (loss.item(), logprobs.grad.item()) == (-advantage, -advantage)
+
+
 @pytest.mark.parametrize(("logprob", "reference"), [(-math.inf, -1.0), (-1.0, -math.inf), (-1.0, math.inf)])
 def test_kl_penalty_is_finite_for_infinite_log_ratios(logprob: float, reference: float) -> None:
     logprobs = torch.tensor([[logprob, -1.0]], requires_grad=True)
