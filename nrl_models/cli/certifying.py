@@ -142,15 +142,15 @@ def certify(
             metavar="MESH",
             help="Also train three steps with learning rates 0, 0 and 0.01, and send the weights to the engine after "
             "each step. All weights must arrive, and only the last step may change them. MESH is, for example, fsdp=2 "
-            "or fsdp=2,tp=2, or 'none' to train in one process. \\[default: this check does not run]",
+            "or fsdp=2,tp=2, or 'none' to train in one process. \\[default: do not train]",
             callback=lambda text: text if text in (None, "none") else mesh_sizes(text),
         ),
     ] = None,
     layers: Annotated[
         int | None,
         integer(
-            "Check only the first INT layers, for models that do not fit in memory. The certificate records INT. "
-            "\\[default: all]",
+            "Run the checks on a model with only the first INT layers, for models that do not fit in memory. The "
+            "certificate records INT. \\[default: all]",
             least=1,
         ),
     ] = None,
@@ -158,7 +158,9 @@ def certify(
     out: Annotated[
         Path | None,
         output_folder(
-            "Directory for results, certificate.json and report.html. \\[default: certify/MODEL-DIGEST]", panel=OUTPUT
+            "Directory for results, certificate.json and report.html. \\[default: certify/MODEL-DIGEST, the name of "
+            "PATH and a hash]",
+            panel=OUTPUT,
         ),
     ] = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Discard earlier results.", rich_help_panel=OUTPUT)] = False,
@@ -168,9 +170,9 @@ def certify(
 ) -> None:
     """Run all checks on a checkpoint and an engine, and write a certificate: ready for RL, not ready, or not decided.
 
-    The answer is 'ready' if all checks that apply to the model pass, including those of an engine (--engine). It is
-    'not ready' if a check fails, and 'not decided' if checks are missing. Exit status: 0 ready, 1 not ready, 2 could
-    not run, 3 not decided. Interrupted runs resume when you repeat the command.
+    The answer is 'ready' if all checks that apply to the model pass, including those with an engine, which need
+    --engine. It is 'not ready' if a check fails, and 'not decided' if checks are missing. Exit status: 0 ready, 1 not
+    ready, 2 could not run, 3 not decided. Interrupted runs resume when you repeat the command.
 
     With --verify, no checks run. Instead, the command reads an existing certificate. Exit status: 0 if it is unchanged,
     was made for PATH, and meets the requirements that you pass (--engine, --full, --length, --public-key), even if its

@@ -92,17 +92,20 @@ def refit_check(
     device: Device = "cpu",
     length: Annotated[
         int | None,
-        integer("Length of the compared sequences. \\[default: 100, or the model's limit]", panel=INPUT, least=8),
+        integer(
+            "Length of the compared sequences. \\[default: 100, or the model's maximum if it is shorter]",
+            panel=INPUT,
+            least=8,
+        ),
     ] = None,
     batch: Annotated[int, integer("Number of compared sequences.", panel=INPUT, least=1)] = 4,
     threshold: Annotated[
         float,
         number(
-            "Upper limit of the bounds on token_mult_prob_error. The command computes a bound for each transfer: for "
-            "the first from the dtype, for the second from the error of the first. A bound above FLOAT is lowered to "
-            "FLOAT. "
-            "token_mult_prob_error is the mean over tokens of (larger probability / smaller "
-            "probability); the two probabilities are the trainer's and the engine's.",
+            "A transfer passes if its token_mult_prob_error is at most a bound, which the command computes: for the "
+            "first transfer from the dtype, for the second from the error of the first. No bound is larger than FLOAT. "
+            "token_mult_prob_error is the mean over tokens of (larger probability / smaller probability); the two "
+            "probabilities are the trainer's and the engine's.",
             panel=BOUNDS,
         ),
     ] = 1.05,
@@ -121,8 +124,8 @@ def refit_check(
 ) -> None:
     """Check that new weights reach an engine.
 
-    Starts an engine with random weights, sends it the model's weights, trains one step, and sends the new weights.
-    Compares log-probabilities after each transfer.
+    Starts an engine with random weights (or uses a running server), sends it the model's weights, trains one step, and
+    sends the new weights. Compares log-probabilities after each transfer.
     """
     from nrl_models.consistency.refit import check_refit, refit_settings
 

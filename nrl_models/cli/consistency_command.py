@@ -95,7 +95,8 @@ def consistency(
         bool,
         typer.Option(
             help="Compare in both directions: also score samples of the trainer with the engine. A cell fails if "
-            "either comparison fails. Without this option, only samples of the engine are scored, by the trainer.",
+            "either comparison fails. Without this option, the trainer scores samples of the engine, but not the other "
+            "way round.",
             rich_help_panel=SAMPLING,
         ),
     ] = False,
@@ -164,7 +165,7 @@ def consistency(
     ] = None,
     capsule_mb: Annotated[float, number("Maximum size of the capsule in MB.", panel=OUTPUT, least=0.1)] = 16.0,
     capsule_tokens: Annotated[
-        int, integer("Leave out the activations of sequences longer than INT tokens.", panel=OUTPUT, least=1)
+        int, integer("Leave activations of sequences longer than INT tokens out of the capsule.", panel=OUTPUT, least=1)
     ] = 1024,
 ) -> None:
     """Compare the log-probabilities of trainer and inference engine, for several lengths, prompts and decoding modes.

@@ -129,8 +129,8 @@ def decode_vs_prefill(
     threshold: Annotated[
         float,
         number(
-            "Pass if the mean of exp(|decode - prefill|) is at most FLOAT. decode and prefill are log-probabilities of "
-            "the same token.",
+            "The check passes if token_mult_prob_error, the mean of exp(|decode - prefill|), is at most FLOAT. decode "
+            "and prefill are log-probabilities of the same token.",
             panel=BOUNDS,
         ),
     ] = 1.05,
@@ -162,8 +162,8 @@ def embeddings(
     identical_threshold: Annotated[
         float,
         number(
-            "A row is constant if the standard deviation of its values is below FLOAT. (NeMo RL's name: the values "
-            "within a row are identical.)",
+            "A row is constant if the standard deviation of its values is below FLOAT. (NeMo RL's option of this name "
+            "also refers to the values within a row.)",
             panel=BOUNDS,
             least=0,
         ),
@@ -171,8 +171,8 @@ def embeddings(
     reinitialize: Annotated[
         Path | None,
         output_folder(
-            "Write the checkpoint to DIR with new values for rows that are near zero, constant or close to the mean "
-            "row, and for rows with NaN or infinity. Rows that only duplicate or resemble other rows do not change.",
+            "Write the checkpoint to DIR with new values for rows that are near zero, constant or close to the mean of "
+            "all rows, and for rows with NaN or infinity. Rows that only duplicate or resemble others do not change.",
             panel=OUTPUT,
         ),
     ] = None,
@@ -298,9 +298,9 @@ def prefix_caching(
 
     The prompt of the second turn is the first prompt and its completion.
 
-    Fails if a log-probability is NaN. Compares the second completion's log-probabilities with those of a prefill of the
-    complete sequence without the cache. Fails if token_mult_prob_error, the mean ratio of the larger to the smaller
-    probability, exceeds --threshold.
+    The second completion's log-probabilities are compared with those of a prefill of the complete sequence without the
+    cache. The check fails if a log-probability is NaN, or if token_mult_prob_error, the mean ratio of the larger to the
+    smaller probability, exceeds --threshold.
     """
     from nrl_models.diagnostics.engine_checks import diagnose_prefix_caching
     from nrl_models.diagnostics.lengths import counting_prompt, fitting_lengths

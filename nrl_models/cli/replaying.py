@@ -18,14 +18,16 @@ def replay(
         typer.Argument(
             parser=existing_file,
             metavar=FILE,
-            help="Capsule, written by nrl-models consistency --capsule or by nrl_models.watch.",
+            help="A capsule: the record of a difference, written by nrl-models consistency --capsule or by "
+            "nrl_models.watch (docs/watch.md).",
         ),
     ],
     json_file: JsonFile = None,
 ) -> None:
-    """Recompute from a capsule which side was wrong, trainer or engine. Needs no model and no engine.
+    """Recompute from the record of a difference which side was wrong, trainer or engine.
 
-    Exit status: 0 if the verdict is the recorded one, 1 if it differs, 2 if the file is damaged or not a capsule.
+    Needs no model and no engine. Exit status: 0 if the recomputed verdict equals the recorded one, 1 if it differs, 2
+    if the file is damaged or not a capsule.
     """
     from nrl_models.consistency.capsule.capsule_file import CapsuleKind, Contents, reading
     from nrl_models.consistency.capsule.consistency_capsule import replay_consistency

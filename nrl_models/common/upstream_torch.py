@@ -27,6 +27,7 @@ from torch._C import _storage_Use_Count as storage_use_count
 from torch._C._autograd import _top_saved_tensors_default_hooks as saved_tensors_hooks
 from torch._C._functorch import is_batchedtensor as is_batched
 from torch.distributed import _state_dict_utils as state_dict_utils
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp._common_utils import FSDP_FLATTENED as FLATTENED
 from torch.distributed.tensor.placement_types import _StridedShard as StridedShard
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
@@ -37,6 +38,8 @@ from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._python_dispatch import _disable_current_modes as disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
+
+from nrl_models.errors import Problem, ProblemKind, ShardingError
 
 __all__ = [
     "FLATTENED",
@@ -70,6 +73,7 @@ __all__ = [
     "param_groups_of",
     "prefix_in_state_dict",
     "saved_tensors_hooks",
+    "set_policy",
     "sharded_parameters",
     "state_dict_utils",
     "storage_use_count",
@@ -93,6 +97,25 @@ def param_groups_of(unit: Any) -> list[Any]:
         return [group for group in [getattr(state, _ONLY_GROUP, None)] if group is not None]
     return list(state._fsdp_param_groups)
 
+
+def set_policy(group: Any, policy: MixedPrecisionPolicy) -> None:
+    """Set the policy of a group from `param_groups_of`.
+
+    torch 2.15 reads it from each parameter, older versions from the group.
+
+    Raises:
+        ShardingError: If this version of torch has it elsewhere.
+    """
+    holders = [each for each in (group, *group.fsdp_params) if hasattr(each, _POLICY)]
+    if not holders:
+        detail = f"torch {torch.__version__} has no {_POLICY} of a group or parameter: install torch 2.15 or older"
+        raise ShardingError("cannot shard the model", [Problem(ProblemKind.PLAN, "FSDP", detail)])
+    for holder in holders:
+        setattr(holder, _POLICY, policy)
+
+
+_POLICY = "mp_policy"
+"""Attribute with the policy of a group or a parameter."""
 
 _ONLY_GROUP = "_fsdp_param_group"
 """Attribute with the only group of a unit in older versions of torch."""

@@ -20,7 +20,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import Shard
 
 from nrl_models.common.dtypes import dtype_name, kept_dtypes
-from nrl_models.common.upstream_torch import FSDPMeshInfo, ShardPlacementResult, param_groups_of
+from nrl_models.common.upstream_torch import FSDPMeshInfo, ShardPlacementResult, param_groups_of, set_policy
 from nrl_models.distributed.parallel_plan import ParallelPlan
 from nrl_models.errors import Problem, ProblemKind, ShardingError
 
@@ -70,8 +70,8 @@ class KeptApart:
             name, weight = next(iter(kept.items()))
             detail = (
                 f"stays in {dtype_name(weight.dtype)}, as do {len(kept) - 1} others, and torch {torch.__version__} "
-                "requires one dtype for all parameters under fsdp: install a newer torch (2.13 was tested), or load "
-                "with dtype=torch.float32 and no param_dtype"
+                "requires one dtype for all parameters under fsdp: install a newer torch (2.13 and 2.15 were tested), "
+                "or load with dtype=torch.float32 and no param_dtype"
             )
             raise ShardingError("cannot shard the model", [Problem(ProblemKind.PLAN, name, detail)])
         self.info: Any = copy.copy(FSDPMeshInfo(mesh["fsdp"], shard_mesh_dim=0))
@@ -102,4 +102,4 @@ class KeptApart:
         """Set the policy of a unit's kept parameters."""
         for group in param_groups_of(unit):
             if group.mesh_info is self.info:
-                group.mp_policy = self.policy
+                set_policy(group, self.policy)

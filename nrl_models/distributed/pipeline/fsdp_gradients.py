@@ -24,17 +24,27 @@ def gradients_divided_once(model: nn.Module, reshard_after_forward: bool, keep_g
     if not isinstance(model, FSDPModule):
         yield
         return
-    # Not at the top: every load of a model would import it, a tenth of its start.
-    from torch.distributed.pipelining import PipelineStage
-
+    root: Any = model
+    is_manual = hasattr(model, "finalize_backward")  # from torch 2.15 on
     model.set_is_last_backward(False)
     model.set_requires_gradient_sync(False)
+    if is_manual:
+        root.set_manual_backward_finalization(True)
     if keep_gathered:
         model.set_reshard_after_forward(False)
         model.set_reshard_after_backward(False)
     yield
-    # Same as torch's end of a step, for the outermost module instead of a stage's.
-    PipelineStage.perform_reduce_grad(cast(Any, SimpleNamespace(submod=model)), 1)
+    # As torch's pipeline stages end a step, but for the outermost module.
+    if is_manual:
+        model.set_requires_gradient_sync(True)
+        model.set_reshard_after_backward(True)
+        root.finalize_backward()
+        root.set_manual_backward_finalization(False)
+    else:
+        # Not at the top: every load of a model would import it, a tenth of its start.
+        from torch.distributed.pipelining import PipelineStage
+
+        PipelineStage.perform_reduce_grad(cast(Any, SimpleNamespace(submod=model)), 1)
     if keep_gathered:
         model.set_reshard_after_forward(reshard_after_forward)
 

@@ -54,6 +54,8 @@ class Sent(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         name = func._schema.name
         if name in ("c10d::_allgather_base_", "c10d::_reduce_scatter_base_"):  # FSDP's: (output, input, ...)
+            if not args[0].is_floating_point():  # sizes and bytes of gathered objects, from torch 2.15 on
+                return result
             self.nbytes["fsdp"] += min(args[0].nbytes, args[1].nbytes) * (self.sizes["fsdp"] - 1)
         elif name.startswith("_c10d_functional::") and not ("wait" in name or "wrap" in name):
             groups = [self.names[arg] for arg in args if isinstance(arg, str) and arg in self.names]

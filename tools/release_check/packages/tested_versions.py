@@ -47,7 +47,17 @@ PACKAGES = {
             InstallGroup.TRAINING,
             tests=("tests/unit/state_dict", "tests/unit/loading", "tests/unit/forward", "tests/unit/adapters"),
         ),
-        Package("torch", InstallGroup.TRAINING, tests=("tests/unit/projections",)),
+        Package(
+            "torch",
+            InstallGroup.TRAINING,
+            tests=(
+                "tests/unit/projections",
+                "tests/unit/logprobs",
+                "tests/unit/losses",
+                "tests/distributed/test_equality.py",
+                "tests/distributed/test_pipeline_mesh.py",
+            ),
+        ),
         Package(
             "peft",
             InstallGroup.TRAINING,
