@@ -110,7 +110,7 @@ def refits(subject: CheckpointUnderTest) -> Iterator[CheckResult]:
             yield CheckResult(name, Status.LEFT_OUT, one_line(error))
         return
     for name, step in zip(REFITS, found.steps, strict=False):
-        problems = [*step.problems, *([] if step.result.is_rounding else step.result.problems)]
+        problems = [*step.problems, *([] if step.is_rounding else step.result.problems)]
         verdict = step.result.verdict
         side = (None if step.problems else side_of_verdict(verdict)) or Side.ENGINE
         result = of_cells(subject, name, [step.result], problems, verdict.summary if verdict else "", side)

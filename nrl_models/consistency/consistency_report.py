@@ -103,13 +103,12 @@ class CellResult:
 
     @property
     def is_rounding(self) -> bool:
-        """Whether the only problem is an error that rounding explains. Such a cell shows neither a fault nor agreement.
+        """Whether the only problem is an error above `THRESHOLD` that rounding explains.
 
-        Never with a bound below `THRESHOLD`. Such a bound follows from earlier errors of the same two sides, which had
-        the same rounding.
+        Such a cell shows neither a fault nor agreement.
         """
         is_explained = self.verdict is not None and self.verdict.kind is VerdictKind.ROUNDING
-        return is_explained and self.threshold >= THRESHOLD and not self._not_finite
+        return is_explained and self.worst[1] > THRESHOLD and not self._not_finite
 
     @property
     def problems(self) -> list[str]:

@@ -67,6 +67,7 @@ class RefitStep:
         problems: Problems during the refit; empty if there are none.
         result: The comparison after the refit.
         before: `token_mult_prob_error` before the refit, with the engine's old weights.
+        is_narrowed: Whether its bound follows from the error of an earlier refit.
     """
 
     name: str
@@ -74,6 +75,7 @@ class RefitStep:
     problems: tuple[str, ...]
     result: CellResult
     before: float
+    is_narrowed: bool = False
 
     @property
     def passed(self) -> bool:
@@ -82,8 +84,8 @@ class RefitStep:
 
     @property
     def is_rounding(self) -> bool:
-        """Whether all tensors arrived, and only rounding explains the error of the log-probabilities."""
-        return not self.problems and self.result.is_rounding
+        """Whether the only problem is an error that rounding explains. The earlier refit had the same rounding."""
+        return not self.problems and self.result.is_rounding and not self.is_narrowed
 
 
 def check_refit(
@@ -198,11 +200,16 @@ class RefitChecker:
 
         Derived from the first refit's error; for the first refit, from the precision. At most the settings' threshold.
         """
-        if not self.steps or not self.steps[0].passed:
+        if not self.is_narrowed:
             first = FIRST_BOUND if self.meter.noise_dtype.itemsize >= 4 else THRESHOLD
             return min(self.meter.settings.threshold, first)
         floor = max(SMALLEST_EXCESS, FLOOR_FACTOR * (self.steps[0].result.worst[1] - 1.0))
         return min(self.meter.settings.threshold, 1.0 + floor)
+
+    @property
+    def is_narrowed(self) -> bool:
+        """Whether the bound of the next refit follows from the first refit's error."""
+        return bool(self.steps) and self.steps[0].passed
 
     def refit(
         self,
@@ -233,7 +240,8 @@ class RefitChecker:
         result = replace(CellResult.of(self.cell, (after,), self.meter.settings), threshold=self.threshold)
         if not result.passed or problems:
             result = replace(result, verdict=self._judge(after))
-        step = RefitStep(name, report, problems, result, before.metrics[Comparison.DECODE].token_mult_prob_error)
+        error_before = before.metrics[Comparison.DECODE].token_mult_prob_error
+        step = RefitStep(name, report, problems, result, error_before, is_narrowed=self.is_narrowed)
         self.steps.append(step)
         self._previous = {key: tensor.detach().clone() for key, tensor in adapter.iter_export(model)}
         self._sent = sent

@@ -18,6 +18,7 @@ from nrl_models.certify.check_result import Side
 from nrl_models.consistency.cells import THRESHOLD, Cell
 from nrl_models.consistency.consistency_report import CellResult
 from nrl_models.consistency.measure import Measurement
+from nrl_models.consistency.refit import RefitStep
 from nrl_models.consistency.verdict import Party, Verdict
 from nrl_models.engines.engine_types import RefitReport
 from nrl_models.logprobs import Sampling
@@ -89,18 +90,29 @@ def test_nan_fails_despite_rounding(subject: CheckpointUnderTest, monkeypatch: p
     assert "probability 0 in the trainer" in found.summary
 
 
-def test_bound_of_earlier_refit_fails_despite_rounding(
-    subject: CheckpointUnderTest, monkeypatch: pytest.MonkeyPatch
+REPORT = RefitReport(tensors=1, nbytes=1, buckets=1, largest_bucket=1, seconds=0.1, digests={"a": "0"})
+
+REFIT = RefitStep("first", REPORT, (), cell(1.12, ROUNDING), 2.0)
+
+
+@pytest.mark.parametrize(
+    ("step", "status"),
+    [
+        (REFIT, Status.NOT_DECIDED),
+        (replace(REFIT, is_narrowed=True), Status.FAILED),  # the first refit had the same rounding, and a smaller error
+        (replace(REFIT, result=replace(cell(1.04, ROUNDING), threshold=1.01)), Status.FAILED),
+        (replace(REFIT, problems=("a tensor did not arrive",)), Status.FAILED),
+    ],
+    ids=["first", "narrowed", "small", "incomplete"],
+)
+def test_rounding_after_refit(
+    step: RefitStep, status: Status, subject: CheckpointUnderTest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first refit had the same rounding, and a smaller error."""
-    report = RefitReport(tensors=1, nbytes=1, buckets=1, largest_bucket=1, seconds=0.1, digests={"a": "0"})
-    steps = [
-        SimpleNamespace(problems=(), report=report, result=result)
-        for result in (cell(1.12, ROUNDING), replace(cell(1.04, ROUNDING), threshold=1.01))
-    ]
-    monkeypatch.setattr(with_engine, "check_refit", lambda *args, **options: SimpleNamespace(steps=steps))
+    monkeypatch.setattr(with_engine, "check_refit", lambda *args, **options: SimpleNamespace(steps=[step]))
     monkeypatch.setattr(with_engine, "refit_settings", lambda *args: None)
-    assert [result.status for result in with_engine.refits(subject)] == [Status.NOT_DECIDED, Status.FAILED]
+    first, *others = with_engine.refits(subject)
+    assert first.status is status
+    assert [result.status for result in others] == [Status.NOT_DECIDED]
 
 
 def test_noise_between_decode_and_prefill_decides_nothing(
