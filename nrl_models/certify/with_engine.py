@@ -45,6 +45,7 @@ from nrl_models.engines.digests import NO_DIGESTS
 from nrl_models.errors import RefitUnsupportedError, one_line
 from nrl_models.logprobs.metrics import shown_error, token_mult_prob_error
 from nrl_models.parity.worst import last_if_nan
+from nrl_models.quirks import VerdictKind
 
 REFITS = ("refit from random weights", "refit after a training step")
 """Names of the checks of `check_refit`, in the order of its steps."""
@@ -223,9 +224,9 @@ def of_cells(
     summary = f"{cells} {worst.cell}: token_mult_prob_error {shown_error(error)} ({comparison})"
     if wide:
         precision = dtype_name(wide[0].repeats[0].noise_dtype)
-        summary += f"; {len(wide)} cells exceed {THRESHOLD} and agree only within the noise floor of {precision}"
+        summary += f"; cells above {THRESHOLD} that agree only within the noise floor of {precision}: {len(wide)}"
     if rounding:
-        summary += f"; {len(rounding)} cells exceed the bound, although no side is farther from fp64 than expected"
+        summary += f"; cells above the bound with the verdict {VerdictKind.ROUNDING}: {len(rounding)}"
     return CheckResult(
         name,
         status,

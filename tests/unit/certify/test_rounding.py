@@ -64,7 +64,7 @@ def test_rounding_decides_nothing(subject: CheckpointUnderTest, monkeypatch: pyt
         assert (found[name].side, found[name].bound) == (None, THRESHOLD)
         assert found[name].value == pytest.approx(1.12)
         assert found[name].advice.endswith("Repeat with --dtype float32.")
-    assert "1 cells exceed the bound, although no side is farther from fp64" in found["log-probabilities"].summary
+    assert "above the bound with the verdict rounding: 1" in found["log-probabilities"].summary
     assert "explained by rounding" in found["log-probabilities"].advice
 
 
