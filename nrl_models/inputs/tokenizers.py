@@ -47,7 +47,8 @@ def load_tokenizer(path: str | Path) -> Any | None:
 def end_tokens(path: str | Path, config: PreTrainedConfig) -> tuple[int, ...]:
     """Return the token ids that end a completion: those of the generation configuration, and the tokenizer's end token.
 
-    A vLLM server with the tokenizer uses the same token ids.
+    A vLLM server with the tokenizer uses the same token ids. Token ids outside the vocabulary are left out: no model
+    samples them, and vLLM rejects requests with them.
 
     Args:
         path: Directory of the checkpoint.
@@ -62,7 +63,9 @@ def end_tokens(path: str | Path, config: PreTrainedConfig) -> tuple[int, ...]:
     generation = generation_settings(Path(path))
     if generation is None:
         generation = GenerationConfig.from_model_config(config)
-    return tuple(sorted({*as_ids(generation.eos_token_id), *tokenizer_ends(path)}))
+    ends = {*as_ids(generation.eos_token_id), *tokenizer_ends(path)}
+    vocabulary = getattr(config.get_text_config(decoder=True), "vocab_size", math.inf)
+    return tuple(sorted(end for end in ends if end < vocabulary))
 
 
 def tokenizer_ends(path: str | Path) -> tuple[int, ...]:

@@ -284,6 +284,13 @@ def test_negative_eos_token_is_ignored(folder: Path) -> None:
     assert end_tokens(folder, read_config(folder)) == (5,)
 
 
+def test_eos_token_outside_vocabulary_is_ignored(folder: Path) -> None:
+    """vLLM rejects requests with such a token."""
+    config = read_config(folder)
+    with_defaults(folder, eos_token_id=[5, config.vocab_size])
+    assert end_tokens(folder, config) == (5,)
+
+
 @pytest.mark.parametrize("tokens", ["text", [20.5], [True], [20, None], torch.tensor([20, 21]), None, 5])
 def test_invalid_token_ids_raise(engine: HFEngine, tokens: Any) -> None:
     for call in (engine.generate, engine.score):
