@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers import PreTrainedModel
 
-from nrl_models.common.upstream import cache_in, cache_input
+from nrl_models.common.upstream import cache_in, cache_input, config_value
 from nrl_models.common.value_checks import is_number
 from nrl_models.consistency.references import References
 from nrl_models.consistency.verdict import CauseKind, VerdictCause
@@ -144,7 +144,7 @@ class Hypotheses:
             return
         config = self.model.config.get_text_config()
         for key, value in alternatives(config):
-            message = f"`{key}` were {value} and not {getattr(config, key)}"
+            message = f"`{key}` were {value} and not {config_value(config, key, None)}"
             try:
                 logprobs = self._of_model(self.references.with_config({key: value}))
             except Exception:  # some combinations of values are invalid
@@ -179,13 +179,16 @@ class Hypotheses:
         return found.view(rows, -1).double().cpu()
 
 
+_MISSING = object()
+
+
 def alternatives(config: Any) -> Iterator[tuple[str, Any]]:
     """Yield configuration keys with the value they would have if ignored: none, one, or the class's default."""
     default = type(config)()
     if "sliding_attention" in (getattr(config, "layer_types", None) or ()):
         yield "layer_types", ["full_attention"] * len(config.layer_types)
     for key, value in config.to_dict().items():
-        if not hasattr(config, key) or key.startswith("_"):
+        if config_value(config, key, _MISSING) is _MISSING or key.startswith("_"):
             continue
         if isinstance(value, dict) and "rope_theta" in value:
             yield from ((key, rope) for rope in _rope_alternatives(value))
@@ -195,12 +198,12 @@ def alternatives(config: Any) -> Iterator[tuple[str, Any]]:
             yield key, None
         elif key == "sliding_window":
             yield from ((key, window) for window in (None, value + 1, value - 1))
-        elif key.endswith("_scalar"):
-            yield key, getattr(config, "head_dim", 1)
+        elif key.endswith("_scalar") and (head_dim := config_value(config, "head_dim", 1)) != value:
+            yield key, head_dim
         elif key.endswith(("_multiplier", "_scale", "_scaling", "_factor")) and value != 1.0:
             yield key, 1.0
         elif key.endswith("_eps") or key == "rope_theta":
-            usual = (getattr(default, key, None), *((1e-5, 1e-6) if key.endswith("_eps") else (10_000.0,)))
+            usual = (config_value(default, key, None), *((1e-5, 1e-6) if key.endswith("_eps") else (10_000.0,)))
             yield from ((key, other) for other in dict.fromkeys(usual) if other not in (None, value))
 
 

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from nrl_models.common.config.walk import values_of_layers
 from nrl_models.common.process_state import no_collections
 from nrl_models.common.state_dict.tables import LayoutTables
 from nrl_models.common.views.traced_tensor import TracedTensor
@@ -256,10 +257,12 @@ class _Layer:
     def _qkv(self) -> Iterator[tuple[str, Any]]:
         """Yield the packed projection: for each query group the rows of its queries, its key and its value."""
         config: Any = self.table.adapter.config.get_text_config(decoder=True)
-        heads = getattr(config, "num_attention_heads", None)
-        count = getattr(config, "num_key_value_heads", None) or heads
-        if not (isinstance(heads, int) and isinstance(count, int)):
-            return  # without query groups there is no equivalent
+        (heads, *more), (count, *more_groups) = (
+            values_of_layers(config, key) or (None,) for key in ("num_attention_heads", "num_key_value_heads")
+        )
+        count = count or heads
+        if more or more_groups or not (isinstance(heads, int) and isinstance(count, int)):
+            return  # without query groups, or if layers have different ones, there is no equivalent
         for kind in ("weight", "bias"):
             parts = self._taken([f"self_attn.{name}_proj.{kind}" for name in "qkv"])
             if not parts and (packed := self.tensors.pop(f"self_attn.qkv_proj.{kind}", None)) is not None:
