@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import signal
 import threading
 import time
@@ -39,6 +40,7 @@ from nrl_models.consistency.cells import (
 )
 from nrl_models.consistency.consistency_report import CellResult, ConsistencyReport
 from nrl_models.consistency.matrix import check_consistency
+from nrl_models.consistency.measure import MAX_OUTSIDE
 from nrl_models.consistency.prompts import load_tokenizer
 from nrl_models.consistency.refit import check_refit, refit_settings
 from nrl_models.engines.digests import NO_DIGESTS
@@ -239,6 +241,13 @@ def of_cells(
     )
 
 
+def _compared(prefill: torch.Tensor, result: CellResult) -> torch.Tensor:
+    """Return a mask of tokens, without the few that the prefill's top-k and top-p exclude, see `MAX_OUTSIDE`."""
+    outside = prefill == -math.inf
+    is_usual = result.sampling.truncates and outside.double().mean() <= MAX_OUTSIDE
+    return ~outside if is_usual else torch.ones_like(outside)
+
+
 def _decode_against_prefill(results: list[CellResult]) -> CheckResult:
     """Compare the engine's log-probabilities while sampling with its own prefill of the same tokens."""
     errors: list[tuple[float, bool]] = []
@@ -246,7 +255,7 @@ def _decode_against_prefill(results: list[CellResult]) -> CheckResult:
     for result in results:
         for repeat in result.repeats:
             if repeat.prefill is not None:
-                error = token_mult_prob_error(repeat.prefill, repeat.decode)
+                error = token_mult_prob_error(repeat.prefill, repeat.decode, _compared(repeat.prefill, result))
                 errors.append((error, result.is_rounding or error <= result.bound))
                 tokens += int(torch.isfinite(repeat.decode).sum())
     name = "decode against prefill"

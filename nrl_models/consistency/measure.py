@@ -33,7 +33,7 @@ limits the number in between."""
 NOISE_TOKENS = 8_000
 
 MAX_OUTSIDE = 0.01
-"""Maximum share of sampled tokens that the trainer's top-k and top-p exclude. Rounding decides at their limits."""
+"""Maximum share of sampled tokens that top-k and top-p exclude in another forward. Rounding decides at their limits."""
 
 
 class Comparison(StrEnum):
@@ -51,6 +51,10 @@ class Comparison(StrEnum):
     """Trainer with engine, on tokens sampled by the trainer."""
     SECOND = "second trainer"
     """Second trainer with the engine as it sampled."""
+
+
+SCORED = (Comparison.PREFILL, Comparison.STRICT)
+"""Comparisons with log-probabilities of tokens that the engine did not sample in the same forward."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -251,15 +255,15 @@ def not_finite(comparisons: Mapping[Comparison, Sequence[ConsistencyMetrics]], *
     """
     problems = []
     for name, repeats in comparisons.items():
-        for count, what in (
-            (sum(metrics.nan for metrics in repeats), "NaN"),
-            (sum(metrics.engine_infinite for metrics in repeats), "infinite in the engine"),
-        ):
-            if count:
-                problems.append(f"{count} log-probabilities of {name} are {what}")
+        if nan := sum(metrics.nan for metrics in repeats):
+            problems.append(f"{nan} log-probabilities of {name} are NaN")
         outside = sum(metrics.trainer_infinite for metrics in repeats)
+        infinite = sum(metrics.engine_infinite for metrics in repeats)
+        allowed = MAX_OUTSIDE * (outside + infinite + sum(metrics.tokens for metrics in repeats))
+        if infinite > (allowed if truncates and name in SCORED else 0):
+            problems.append(f"{infinite} log-probabilities of {name} are infinite in the engine")
         if outside and not truncates:
             problems.append(f"{outside} tokens of {name} have probability 0 in the trainer, without top-k and top-p")
-        elif outside > MAX_OUTSIDE * sum(metrics.tokens + metrics.trainer_infinite for metrics in repeats):
+        elif outside > allowed:
             problems.append(f"{outside} tokens of {name} are excluded by the trainer's top-k and top-p")
     return problems

@@ -192,7 +192,9 @@ class Engine(GuardedCalls):
         `MixedWeightsError` for all calls until a refit succeeds.
 
         Args:
-            tensors: Pairs of hub name and tensor, as from `StateDictAdapter.iter_export`.
+            tensors: Pairs of hub name and tensor, as from `StateDictAdapter.iter_export`. A generator must not write
+                to a tensor that it yielded. Only writes that torch counts raise an error (`copy_`, but not
+                `.data.copy_`, NumPy or `torch.distributed.broadcast`).
             bucket_bytes: Maximum bytes per bucket; a larger tensor gets a separate bucket. Default:
                 `self.bucket_bytes`.
             digests: Whether to compute `RefitReport.digests`.

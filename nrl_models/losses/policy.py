@@ -151,7 +151,7 @@ def policy_loss(
     clipped = torch.where(above, 1.0 + eps_high, torch.where(below, 1.0 - eps_low, ratio))
     terms = -clipped * gain * factor
     if reference is not None:
-        behind = behind.clamp(-LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
+        behind = _limited(behind)
         terms = terms + kl * (_bounded(behind, behind.new_tensor(kl), logprobs.dtype).expm1() - behind)
     return (terms * weights).sum()
 
@@ -195,8 +195,13 @@ def _bounded(values: torch.Tensor, factor: torch.Tensor, dtype: torch.dtype) -> 
     bound = math.log(torch.finfo(values.dtype).max) - room
     if torch.finfo(dtype).max < torch.finfo(values.dtype).max:  # fp16. A factor alone may exceed it
         bound = torch.minimum(bound, (math.log(torch.finfo(dtype).max) - room).clamp(min=0.0))
-    values = torch.where(values > LARGEST_LOG_RATIO, LARGEST_LOG_RATIO, values)
+    values = _limited(values)
     return torch.where(values > bound, bound + (values - values.detach()), values)
+
+
+def _limited(values: torch.Tensor) -> torch.Tensor:
+    """Limit log-ratios to `LARGEST_LOG_RATIO`. At the limit itself, they keep their gradient, unlike with `clamp`."""
+    return torch.where(values.abs() <= LARGEST_LOG_RATIO, values, values.detach().sign() * LARGEST_LOG_RATIO)
 
 
 def _require_arguments(

@@ -20,7 +20,7 @@ class VerdictKind(StrEnum):
     PRECISION = "precision"
     """Each side is as close to fp64 as its dtype allows. The dtypes differ, are fp32, or are not reported."""
     ROUNDING = "rounding"
-    """All sides compute in one dtype below fp32, and each is as close to fp64 as transformers in that dtype."""
+    """All sides compute in one dtype below fp32, and each is about as close to fp64 as transformers in that dtype."""
     UNSTABLE = "unstable"
     """transformers in fp32 is itself far from fp64."""
     NOT_FINITE = "not finite"

@@ -174,6 +174,24 @@ class YieldedTensor:
         start = self.tensor.data_ptr()
         return str(self.tensor.device), start, start + (last + 1) * self.tensor.element_size()
 
+    def overlaps(self, other: YieldedTensor) -> bool:
+        """Return True if the two have a byte in common. Columns of one matrix lie between each other, and have none."""
+        return np.shares_memory(np.asarray(_Addresses(self.tensor)), np.asarray(_Addresses(other.tensor)))
+
+
+class _Addresses:
+    """The memory of a tensor on any device, as NumPy describes it. It must not be read."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        size = tensor.element_size()
+        self.__array_interface__ = {
+            "shape": tuple(tensor.shape),
+            "strides": tuple(stride * size for stride in tensor.stride()),
+            "typestr": f"|V{size}",
+            "data": (tensor.data_ptr(), True),
+            "version": 3,
+        }
+
 
 def grouped_tensors(
     tensors: Iterable[tuple[str, torch.Tensor]], max_bytes: int | None
@@ -219,13 +237,14 @@ def require_unchanged(items: Sequence[YieldedTensor], event: str) -> None:
     candidates = {item for item in items if item.tensor.numel() and item.may_have_changed()}
     changed = {item for item in candidates if item.is_complete_buffer()}
     if candidates - changed:
-        before, end = items[0], ("", 0)
+        reaching: list[tuple[tuple[str, int], YieldedTensor]] = []
         for item in sorted((item for item in items if item.tensor.numel()), key=YieldedTensor.memory):
             device, start, stop = item.memory()
-            if (device, start) < end:
-                changed |= candidates & {before, item}
-            if (device, stop) > end:
-                before, end = item, (device, stop)
+            reaching = [(end, before) for end, before in reaching if end > (device, start)]
+            for _, before in reaching:
+                if (pair := candidates & {before, item}) and before.overlaps(item):
+                    changed |= pair
+            reaching.append(((device, stop), item))
     if changed:
         name = next(item.name for item in items if item in changed)
         raise EngineError(

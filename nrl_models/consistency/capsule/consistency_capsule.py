@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from nrl_models.engines.base import Engine
 from nrl_models.engines.hf import HFEngine
 from nrl_models.logprobs.metrics import consistency_metrics, shown_error
 from nrl_models.logprobs.sampling import Sampling
+from nrl_models.quirks import VerdictKind
 
 
 def write_consistency(file: Path, judged: Judged, engine: Engine, trainer: HFEngine, limits: Limits) -> Contents:
@@ -89,6 +90,8 @@ def replay_consistency(contents: Contents) -> Replay:
     case = _read_case(contents)
     observed = read_observations(contents)
     verdict = Decision(case, observed).verdict()
+    if verdict.kind is VerdictKind.ROUNDING and values["verdict"]["kind"] == VerdictKind.PRECISION:
+        verdict = replace(verdict, kind=VerdictKind.PRECISION)  # version 0.1.0 did not distinguish the two
     metrics = _metrics(case)
     errors = {party: each["token_mult_prob_error"] for party, each in metrics.items()}
     shown = ", ".join(f"{'NaN' if error is None else shown_error(error)} of {party}" for party, error in errors.items())

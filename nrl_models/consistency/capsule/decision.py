@@ -24,6 +24,10 @@ from nrl_models.quirks import CATALOG, Pattern, VerdictKind
 FLOOR_FACTOR = 5.0
 """Maximum distance of a side from fp64, as a multiple of the distance of transformers in the same precision."""
 
+ROUNDING_FACTOR = 2.0
+"""Maximum distance of a side's `token_mult_prob_error` from 1, as a multiple of that of transformers in its dtype, to
+call the difference rounding."""
+
 NO_MODULE_DIVERGES = "None of its modules diverges"
 """Note of a verdict whose wrong side has no module that diverges."""
 
@@ -161,7 +165,7 @@ class Decision:
                 floor = floor if at_fault else allowed
                 at_fault.append(party)
         if not at_fault:
-            kind = VerdictKind.ROUNDING if self._round_alike() else VerdictKind.PRECISION
+            kind = VerdictKind.ROUNDING if self._is_rounding(errors, exact) else VerdictKind.PRECISION
             return self._finish(kind, (), errors, found=self._precisions(looks_like))
         wrong = case.parties[at_fault[0]]
         cause = find_cause(self._hypotheses(), wrong, single, floor)
@@ -210,10 +214,20 @@ class Decision:
             return torch.float32, torch.float16, torch.bfloat16
         return (precision(dtype),)
 
-    def _round_alike(self) -> bool:
-        """Return True if all sides compute in the same dtype, and it is below fp32."""
+    def _is_rounding(self, errors: Mapping[Party, Deviation], exact: torch.Tensor) -> bool:
+        """Return True if all sides compute in one dtype below fp32, and no token's error exceeds what it explains.
+
+        `FLOOR_FACTOR` is for naming a wrong side. Here, the mean error may be at most twice that of transformers.
+        """
         dtypes = {self.case.dtypes[party] for party in self.case.parties}
-        return len(dtypes) == 1 and precision(dtypes.pop()) != torch.float32
+        if len(dtypes) != 1 or (dtype := precision(dtypes.pop())) == torch.float32:
+            return False
+        usual = _deviation(self._reference(dtype), exact)
+        return all(
+            errors[party].token_mult_prob_error - 1.0 <= ROUNDING_FACTOR * (usual.token_mult_prob_error - 1.0)
+            and errors[party].max <= FLOOR_FACTOR * usual.max
+            for party in self.case.parties
+        )
 
     def _precisions(self, looks_like: str) -> str:
         engine, trainer = self.case.dtypes.get(Party.DECODE), self.case.dtypes[Party.TRAINER]

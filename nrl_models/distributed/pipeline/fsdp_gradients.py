@@ -40,6 +40,7 @@ def gradients_divided_once(model: nn.Module, reshard_after_forward: bool, keep_g
         model.set_reshard_after_backward(True)
         root.finalize_backward()
         root.set_manual_backward_finalization(False)
+        model.set_is_last_backward(True)
     else:
         # Not at the top: every load of a model would import it, a tenth of its start.
         from torch.distributed.pipelining import PipelineStage

@@ -115,6 +115,19 @@ def test_rounding_after_refit(
     assert [result.status for result in others] == [Status.NOT_DECIDED]
 
 
+def test_prefill_may_exclude_few_tokens_at_top_p(subject: CheckpointUnderTest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rounding decides whether a token at the limit is kept, also in the engine's prefill."""
+    zero = torch.zeros(2, 200, dtype=torch.float64)
+    excluded = zero.index_fill(1, torch.tensor([7]), -math.inf)
+    usual = replace(
+        cell(1.0, decode=zero, prefill=excluded, trainer=zero, rounded=zero), sampling=Sampling(0.8, top_p=0.95)
+    )
+    for result in (usual, replace(usual, sampling=Sampling(0.8))):
+        found = results(subject, monkeypatch, result)
+        expected = Status.PASSED if result is usual else Status.FAILED
+        assert found["log-probabilities"].status is found["decode against prefill"].status is expected
+
+
 def test_noise_between_decode_and_prefill_decides_nothing(
     subject: CheckpointUnderTest, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,6 +17,8 @@ from transformers import DeepseekV3Config, Gemma2Config, LlamaConfig, MistralCon
 from nrl_models import AutoModelForCausalLM, registry
 from nrl_models.common.upstream import config_value
 from nrl_models.consistency import matrix, references
+from nrl_models.consistency.capsule.decision import Case, Decision
+from nrl_models.consistency.capsule.observations import Observations
 from nrl_models.consistency.cells import THRESHOLD
 from nrl_models.consistency.hypotheses import alternatives
 from nrl_models.consistency.matrix import run_matrix
@@ -25,7 +27,7 @@ from nrl_models.consistency.prompts import Prompts
 from nrl_models.consistency.references import References
 from nrl_models.consistency.refit import RefitChecker
 from nrl_models.consistency.store import Store
-from nrl_models.consistency.verdict import CauseKind, Opinion, Verdict, Vote
+from nrl_models.consistency.verdict import CauseKind, Opinion, Party, Verdict, Vote
 from nrl_models.engines.hf import HFEngine
 from nrl_models.errors import EngineError, UnmetRequirementError
 from nrl_models.logprobs import Sampling
@@ -214,6 +216,38 @@ def test_cells_with_rounding_do_not_count(
     )
     assert [result.passed for result in report.results] == [False] * 5
     assert sum(result.verdict is not None for result in report.results) == judged
+
+
+class Rounded:
+    """References whose log-probabilities in bf16 are off by noise."""
+
+    def __init__(self, exact: torch.Tensor, noise: torch.Tensor) -> None:
+        self.exact, self.noise = exact, noise
+
+    def reference(self, dtype: torch.dtype) -> torch.Tensor:
+        return self.exact + self.noise if dtype == torch.bfloat16 else self.exact
+
+
+@pytest.mark.parametrize(
+    ("nats", "kind"), [(0.0, VerdictKind.ROUNDING), (-3.0, VerdictKind.PRECISION), (-9999.0, VerdictKind.PRECISION)]
+)
+def test_rounding_does_not_explain_one_wrong_token(nats: float, kind: VerdictKind) -> None:
+    """A token counts at most 10 nats in the mean error, so that the mean may stay close to that of rounding."""
+    generator = torch.Generator().manual_seed(0)
+    ours, theirs, usual = 0.04 * torch.randn(3, 2, 256, generator=generator, dtype=torch.float64)
+    exact = torch.full((2, 256), -2.0, dtype=torch.float64)
+    decode = exact + theirs
+    decode[0, -1] += nats
+    case = Case(
+        tokens=torch.zeros(2, 300, dtype=torch.long),
+        generated=256,
+        sampling=Sampling(0.0),
+        parties={Party.TRAINER: exact + ours, Party.DECODE: decode},
+        dtypes=dict.fromkeys((Party.TRAINER, Party.DECODE), torch.bfloat16),
+        threshold=THRESHOLD,
+    )
+    measures: Any = Rounded(exact, usual)
+    assert Decision(case, Observations(), measures).verdict().kind == kind
 
 
 def test_rounding_does_not_hide_fault(judge: Judge) -> None:

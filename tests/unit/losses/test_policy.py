@@ -10,6 +10,7 @@ import torch
 
 from nrl_models.errors import NonFiniteError, UnknownArgumentError, UnknownOptionError
 from nrl_models.losses import Normalize, clipped_share, loss_named, policy_loss, token_weights
+from nrl_models.losses.policy import LARGEST_LOG_RATIO
 
 MASK = torch.tensor([[True, True, False], [True, False, False]])
 
@@ -170,6 +171,15 @@ def test_first_update_has_gradient(eps: float, advantage: float) -> None:
     )
     loss.backward()
     assert (loss.item(), logprobs.grad.item()) == (-advantage, -advantage)
+
+
+def test_kl_penalty_has_gradient_at_largest_log_ratio() -> None:
+    logprobs = torch.tensor([[-LARGEST_LOG_RATIO, -1.0]], requires_grad=True)
+    reference = torch.tensor([[0.0, -1.0]])
+    loss = policy_loss(logprobs, logprobs.detach(), torch.zeros(1), torch.ones(1, 2), reference=reference, kl=0.1)
+    loss.backward()
+    assert logprobs.grad[0, 0] < -1e30
+    assert logprobs.grad.isfinite().all()
 
 
 @pytest.mark.parametrize(("logprob", "reference"), [(-math.inf, -1.0), (-1.0, -math.inf), (-1.0, math.inf)])

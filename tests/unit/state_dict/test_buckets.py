@@ -14,12 +14,33 @@ from transformers import LlamaConfig, MixtralConfig, PreTrainedModel
 
 from nrl_models import AutoModelForCausalLM
 from nrl_models.common.state_dict import buckets
-from nrl_models.common.state_dict.buckets import KEPT_BUFFERS, BufferPool, grouped, grouped_tensors, on_host
+from nrl_models.common.state_dict.buckets import (
+    KEPT_BUFFERS,
+    BufferPool,
+    YieldedTensor,
+    grouped,
+    grouped_tensors,
+    on_host,
+    require_unchanged,
+)
 from nrl_models.common.views.view import HFTensor, Piece, View
+from nrl_models.errors import EngineError
 from nrl_models.testing.tiny import tiny_config
 
 CPU = torch.device("cpu")
 BUCKET = 300_000
+
+
+def test_columns_of_one_matrix_do_not_overlap() -> None:
+    """The rows of gate and up in one stack lie between each other. A write elsewhere changes the version of both."""
+    flat = torch.zeros(100)
+    matrix = flat[:32].view(4, 8)
+    gate, up = YieldedTensor("gate", matrix[:, :4].t()), YieldedTensor("up", matrix[:, 4:].t())
+    flat[64:80].fill_(1)
+    require_unchanged([gate, up], "its layer was complete")
+    part = YieldedTensor("part", matrix[2])
+    with pytest.raises(EngineError, match=r"^gate was changed after"):
+        require_unchanged([gate, part], "its layer was complete")
 
 
 def test_freed_buffers_are_reused() -> None:
