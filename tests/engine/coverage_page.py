@@ -127,10 +127,11 @@ def summary_lines(
             worst = max(record.outcome.get(key) or 0.0 for key in MEASURED)
             lines.append(f"| {name} | {shown(worst)} | {' '.join(conditions(record.outcome))} |")
     lines += ["", "| architecture not run | reason |", "|---|---|"]
+    names: dict[str, list[str]] = {}
     for name in by_outcome(records):
         if records[name].outcome["status"] == "not run":
-            lines.append(f"| {name} | {reasons[name]} |")
-    return lines
+            names.setdefault(reasons[name], []).append(name)
+    return lines + [f"| {', '.join(of_reason)} | {reason} |" for reason, of_reason in names.items()]
 
 
 def details_page(

@@ -107,6 +107,9 @@ MLX = {
     "BailingHybridForCausalLM": _required("group_norm_size"),
     "BitNetForCausalLM": "mlx-lm loads it only quantized, with `weight_scale`",
     "ExaoneMoeForCausalLM": _required("is_moe_layer"),
+    "GPT2LMHeadModel": _required("n_ctx"),
+    "GPTBigCodeForCausalLM": "mlx-lm requires a number as `n_inner`, which is None in the configuration",
+    "GPTNeoXForCausalLM": _required("rotary_emb_base", "rotary_pct"),
     "Gemma3nForConditionalGeneration": "mlx-lm expects keys and values also of layers that share them",
     "GptOssForCausalLM": MLX_EXPERTS,
     "GraniteMoeHybridForCausalLM": "mlx-lm does not have the layer type `linear_attention`",
@@ -116,6 +119,7 @@ MLX = {
     "Lfm2ForCausalLM": "mlx-lm has no convolution in the first layer",
     "Llama4ForCausalLM": "mlx-lm expects the tensor names of the model with images",
     "LongcatFlashForCausalLM": "mlx-lm builds fewer experts",
+    "Mamba2ForCausalLM": _required("intermediate_size"),
     "MiMoV2FlashForCausalLM": _required(
         "add_full_attention_sink_bias", "n_shared_experts", "topk_method", "scoring_func"
     ),
