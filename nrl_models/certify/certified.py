@@ -21,8 +21,10 @@ from nrl_models.common.checkpoint.resolve_folder import resolve_folder
 from nrl_models.common.config.generation import generation_settings
 from nrl_models.common.trust.own_folder import results_in
 from nrl_models.common.trust.servers import VLLMS
+from nrl_models.consistency.cells import THRESHOLD
 from nrl_models.consistency.measure import Measurement
 from nrl_models.consistency.prompts import Prompts
+from nrl_models.consistency.refit import FIRST_BOUND
 from nrl_models.engines import start_engine
 from nrl_models.engines.base import Engine
 from nrl_models.engines.hf import HFEngine
@@ -168,6 +170,12 @@ class CheckpointUnderTest:
             f"needs {_size(needed)} of memory for {copies} cop{'y' if copies == 1 else 'ies'} of the weights in fp32, "
             f"{_size(available)} are available; use a larger machine, or check some layers (--layers 4)"
         )
+
+    @property
+    def threshold(self) -> float:
+        """Bound of `token_mult_prob_error`, unless the noise floor explains more. In fp32, that of a refit."""
+        dtype = self.options.dtype or getattr(self.config, "dtype", None)
+        return FIRST_BOUND if dtype is torch.float32 else THRESHOLD
 
     @cached_property
     def trainer(self) -> HFEngine:

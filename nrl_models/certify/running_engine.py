@@ -118,7 +118,15 @@ def longest_length(subject: CheckpointUnderTest) -> Iterator[CheckResult]:
     """Compare one sequence of the longest length, and check that the engine stops at its limit."""
     engine, trainer, length = subject.engine, subject.trainer, subject.longest
     cell = Cell(length, Data.DUMMY, Mode.SAMPLING, 1)
-    settings = Settings((length,), (cell.data,), (cell.mode,), (1,), new_tokens=NEW_TOKENS, seed=subject.options.seed)
+    settings = Settings(
+        (length,),
+        (cell.data,),
+        (cell.mode,),
+        (1,),
+        new_tokens=NEW_TOKENS,
+        threshold=subject.threshold,
+        seed=subject.options.seed,
+    )
     meter = Meter(engine, trainer, subject.prompts, settings)
     result = CellResult.of(cell, (meter.measure(cell),), settings)
     if not result.passed:

@@ -151,6 +151,7 @@ def _matrix(subject: CheckpointUnderTest) -> ConsistencyReport:
         lengths=GUIDE_LENGTHS if options.full else LENGTHS,
         batches=GUIDE_BATCHES if options.full else BATCHES,
         data=DATA if has_tokenizer else (Data.DUMMY,),
+        threshold=subject.threshold,
         seed=options.seed,
     )
     last: list[ConsistencyReport] = []
@@ -262,7 +263,8 @@ def _decode_against_prefill(results: list[CellResult]) -> CheckResult:
     if not errors:
         return CheckResult(name, Status.NOT_DECIDED, "the engine cannot score existing tokens", compared=0)
     error = max((error for error, _ in errors), key=last_if_nan)
-    is_wrong = any(not error <= THRESHOLD and not is_explained for error, is_explained in errors)
+    threshold = min(result.threshold for result in results)
+    is_wrong = any(not error <= threshold and not is_explained for error, is_explained in errors)
     status = status_of(failed=is_wrong, compared=tokens)
     advice = "The engine disagrees with itself: check its cache, positions and prefix caching." if is_wrong else ""
     if status is Status.PASSED and not is_conclusive(error):
@@ -271,7 +273,7 @@ def _decode_against_prefill(results: list[CellResult]) -> CheckResult:
         name,
         status,
         f"token_mult_prob_error {shown_error(error)} between decoding and prefill of the same tokens",
-        **token_error(error, THRESHOLD),
+        **token_error(error, threshold),
         compared=tokens,
         side=Side.ENGINE if is_wrong else None,
         advice=advice,

@@ -297,7 +297,7 @@ def tokenizer(subject: CheckpointUnderTest) -> Iterator[CheckResult]:
     yield CheckResult.of(
         name,
         [*wrong, *of_config],
-        f"{len(vocabulary)} tokens, {rows} embedding rows",
+        f"{len(vocabulary)} tokens, {rows} embedding rows{'' if loaded.chat_template else ', no chat template'}",
         compared=len(vocabulary),
         side=Side.TOKENIZER if wrong else Side.CONFIG,
         advice=advice,

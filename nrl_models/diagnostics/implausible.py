@@ -13,7 +13,7 @@ from safetensors import safe_open
 from torch import nn
 from transformers import GenerationConfig, PreTrainedConfig
 
-from nrl_models.diagnostics.rope_values import contradicting_rope
+from nrl_models.diagnostics.rope_values import contradicting_rope, impossible_rope
 from nrl_models.engines.digests import tensor_digest
 from nrl_models.errors import listed
 
@@ -47,6 +47,7 @@ def impossible_values(config: PreTrainedConfig, generation: GenerationConfig | N
     wrong = [f"config.json max_position_embeddings is {longest}"] if isinstance(longest, int) and longest < 1 else []
     wrong += [f"config.json {key} is {value}" for key, value in _numbers(config, "eps", "epsilon") if value < 0]
     wrong += [f"config.json {key} is {value}" for key, value in _numbers(config, "experts_per_tok") if value < 1]
+    wrong += impossible_rope(config)
     wrong += contradicting_rope(config)
     if generation is not None:
         ranges: Mapping[str, tuple[float, float]] = {

@@ -19,6 +19,20 @@ LENGTHS = ("max_sequence_length", "max_seq_len", "seq_length", "model_max_length
 """Other keys that published configurations have for the extended length."""
 
 
+def impossible_rope(config: PreTrainedConfig) -> list[str]:
+    """Return RoPE bases of 1 or less. Frequencies are its negative powers, which must decrease.
+
+    Args:
+        config: The text configuration.
+    """
+    bases = ((key, parameters.get("rope_theta")) for key, parameters in _rope_parameters(config))
+    return [
+        f"config.json {key}.rope_theta is {base:g}: expected more than 1"
+        for key, base in bases
+        if isinstance(base, int | float) and not base > 1
+    ]
+
+
 def contradicting_rope(config: PreTrainedConfig) -> list[str]:
     """Return YaRN factors that differ from the ratio of the longest length and the original one.
 

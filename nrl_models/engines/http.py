@@ -41,7 +41,7 @@ from nrl_models.engines.http_probes import INVALID, NEUTRAL, ServerProbes
 from nrl_models.engines.input_checks import require_options
 from nrl_models.engines.transfer.clients import ServerClient
 from nrl_models.engines.transfer.sender import Sender
-from nrl_models.errors import EngineError, shown
+from nrl_models.errors import EngineError, EngineUnavailableError, RefitUnsupportedError, shown
 from nrl_models.inputs.tokenizers import end_tokens
 from nrl_models.loading.read_config import read_config
 from nrl_models.logprobs.sampling import Sampling
@@ -256,8 +256,11 @@ class HTTPEngine(Engine):
         """Pause the server, send all weights, and resume it after checking that it reports their version."""
         try:
             there = self._client.weight_version()
+        except EngineUnavailableError:
+            raise
         except EngineError as error:
-            raise EngineError(
+            kind = RefitUnsupportedError if self._sent is None else EngineError
+            raise kind(
                 f"{error}. To take new weights, the server has to be a vLLM with VLLM_SERVER_DEV_MODE=1 and "
                 """--weight-transfer-config '{"backend": "nrl_models"}', with nrl_models installed"""
             ) from error

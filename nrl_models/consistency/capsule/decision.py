@@ -151,7 +151,9 @@ class Decision:
         if not_finite:
             verdict = self._finish(VerdictKind.NOT_FINITE, not_finite, errors)
             return self._with_witness(verdict, case.parties[not_finite[0]])
-        if errors[Party.REFERENCE].token_mult_prob_error > case.threshold:
+        largest = max(errors[party].token_mult_prob_error for party in case.parties)
+        reference_error = errors[Party.REFERENCE].token_mult_prob_error
+        if reference_error > case.threshold and largest - 1.0 <= FLOOR_FACTOR * (reference_error - 1.0):
             return self._finish(VerdictKind.UNSTABLE, (), errors)
         at_fault: list[Party] = []
         looks_like, floor = "", 0.0

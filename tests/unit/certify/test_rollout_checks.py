@@ -29,7 +29,7 @@ from nrl_models.common.forward.routing import record_routing
 from nrl_models.consistency import refit
 from nrl_models.engines.engine_types import Capabilities, Sample
 from nrl_models.engines.hf import HFEngine
-from nrl_models.errors import EngineError, EngineUnavailableError
+from nrl_models.errors import EngineError, EngineUnavailableError, RefitUnsupportedError
 
 DENSE, MIXTURE, IMAGES = "LlamaForCausalLM", "Qwen3MoeForCausalLM", "Qwen2VLForConditionalGeneration"
 
@@ -246,6 +246,20 @@ def test_engine_without_refit_support_is_not_covered(dense: CheckpointUnderTest,
     assert [result.status for result in results] == [Status.LEFT_OUT] * 2
     assert "does not support new weights here" in results[0].summary
     assert started[-1].closed
+
+
+@pytest.mark.parametrize("names", [(lora.MERGED,), with_engine.REFITS])
+def test_server_without_refit_routes_is_left_out(
+    names: tuple[str, ...], dense: CheckpointUnderTest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server answers 404 when the first weights are sent."""
+
+    def refit(self: HFEngine, *args: Any, **options: Any) -> Any:
+        raise RefitUnsupportedError("answered 404 to /weight_info")
+
+    monkeypatch.setattr(HFEngine, "refit", refit)
+    (check,) = (check for check in all_checks.CHECKS if check.names == names)
+    assert {result.status for result in all_checks._run(check, dense)} == {Status.LEFT_OUT}
 
 
 # Start

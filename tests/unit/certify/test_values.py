@@ -58,6 +58,10 @@ def test_correct_values_pass(tiny: Path) -> None:
     [
         ({"max_position_embeddings": 0}, "max_position_embeddings is 0"),
         ({"rms_norm_eps": -1.0}, "rms_norm_eps is -1.0"),
+        (
+            {"rope_parameters": {"rope_type": "default", "rope_theta": -1.0}},
+            "rope_parameters.rope_theta is -1: expected more than 1",
+        ),
         ({"pad_token_id": 99_999}, "Padding_idx must be within num_embeddings"),  # the model cannot be built
         ({"dtype": "int8"}, "torch.int8"),
     ],

@@ -219,13 +219,13 @@ def test_cells_with_rounding_do_not_count(
 
 
 class Rounded:
-    """References whose log-probabilities in bf16 are off by noise."""
+    """References whose log-probabilities are off by noise in bf16, and by `single` in fp32."""
 
-    def __init__(self, exact: torch.Tensor, noise: torch.Tensor) -> None:
-        self.exact, self.noise = exact, noise
+    def __init__(self, exact: torch.Tensor, noise: torch.Tensor, single: float = 0.0) -> None:
+        self.references = {torch.float64: exact, torch.float32: exact + single, torch.bfloat16: exact + noise}
 
     def reference(self, dtype: torch.dtype) -> torch.Tensor:
-        return self.exact + self.noise if dtype == torch.bfloat16 else self.exact
+        return self.references[dtype]
 
 
 @pytest.mark.parametrize(
@@ -248,6 +248,22 @@ def test_rounding_does_not_explain_one_wrong_token(nats: float, kind: VerdictKin
     )
     measures: Any = Rounded(exact, usual)
     assert Decision(case, Observations(), measures).verdict().kind == kind
+
+
+def test_tight_threshold_does_not_make_a_model_unstable() -> None:
+    """transformers in fp32 is above the threshold, but much closer to fp64 than the engine in bf16."""
+    exact = torch.full((2, 64), -2.0, dtype=torch.float64)
+    usual = 0.01 * torch.randn(2, 64, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    case = Case(
+        tokens=torch.zeros(2, 100, dtype=torch.long),
+        generated=64,
+        sampling=Sampling(0.0),
+        parties={Party.TRAINER: exact, Party.DECODE: exact + usual},
+        dtypes={Party.TRAINER: torch.float32, Party.DECODE: torch.bfloat16},
+        threshold=1.0000001,
+    )
+    measures: Any = Rounded(exact, usual, single=4e-7)
+    assert Decision(case, Observations(), measures).verdict().kind == VerdictKind.PRECISION
 
 
 def test_rounding_does_not_hide_fault(judge: Judge) -> None:

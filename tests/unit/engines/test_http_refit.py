@@ -12,7 +12,7 @@ from test_transfer import different_tensors, exported
 from transformers import PreTrainedModel
 
 from nrl_models.engines.http import HTTPEngine
-from nrl_models.errors import EngineError, MixedWeightsError
+from nrl_models.errors import EngineError, MixedWeightsError, RefitUnsupportedError
 from nrl_models.logprobs import Sampling
 
 
@@ -187,7 +187,7 @@ def test_server_without_refit_routes_raises(
 ) -> None:
     engine, served = engine_and_server
     served.answers["weight_info"] = 404, {}, b'{"detail": "Not Found"}'
-    with pytest.raises(EngineError, match=r"VLLM_SERVER_DEV_MODE=1 and --weight-transfer-config"):
+    with pytest.raises(RefitUnsupportedError, match=r"VLLM_SERVER_DEV_MODE=1 and --weight-transfer-config"):
         engine.refit(exported(trainer_model))
     assert not served.is_paused
 
