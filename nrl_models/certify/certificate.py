@@ -167,7 +167,7 @@ class Certificate:
         try:
             content = read_object(file)
         except CheckpointError as error:
-            raise ConsistencyError(f"{file} is not a certificate: {error}") from error
+            raise ConsistencyError(f"{file} is not a certificate ({one_line(error)})") from error
         if content.get("format") != FORMAT:
             written_by = content.get("versions")
             writer = written_by.get("nrl_models") if isinstance(written_by, dict) else None

@@ -86,6 +86,15 @@ def test_invalid_content_with_correct_digest_is_void(
     assert "is not a certificate" in verification.reasons[0]
 
 
+def test_file_that_is_not_json_is_void(certified: tuple[Path, Path], tmp_path: Path) -> None:
+    folder, _ = certified
+    (tmp_path / "broken.json").write_text("{")
+    verification = verify(tmp_path / "broken.json", folder)
+    assert verification.validity is Validity.VOID
+    assert "is not a certificate (CheckpointError: " in verification.reasons[0]
+    assert "\n" not in verification.reasons[0]  # the command would print it escaped
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer.json", "certificate.json"])
 def test_single_byte_change_is_void(name: str, certified: tuple[Path, Path], tmp_path: Path) -> None:
