@@ -82,7 +82,8 @@ ADVICE: Mapping[Cause, str] = {
     Cause.CACHE: "reset the prefix cache after each sync, and compare without it",
     Cause.PADDING: "pass an attention mask, or compute log-probabilities with `rollout_logprobs`, which does not pad",
     Cause.ROUTING: "compute routers in fp32 in the engine, or replay the engine's routing",
-    Cause.PRECISION: "start the engine with the trainer's dtype, or correct with importance weights",
+    Cause.PRECISION: "use the trainer's dtype in the engine, or correct with importance weights; faults below the "
+    "noise floor are visible only if both sides compute in fp32",
     Cause.ENGINE: "run `nrl-models consistency` with this engine",
     Cause.TRAINER: "compute them in evaluation mode on the sampled tokens, as `rollout_logprobs` does",
     Cause.NOT_FINITE: "do not update: a loss with these values destroys the weights",
