@@ -31,8 +31,13 @@ ADAPTER_PARTS = ("lora_", "modules_to_save", "trainable_tokens_")
 
 
 def linears_of(model: nn.Module) -> list[str]:
-    """Return the names of all linears that LoRA adapts; PEFT leaves out `out_proj` of Mamba models."""
-    return [name for name, module in model.named_modules() if type(module) is nn.Linear and "out_proj" not in name]
+    """Return the names of all linears that LoRA adapts.
+
+    PEFT leaves out `out_proj` of Mamba models. In some mixtures, it uses the last part of each name as a suffix. The
+    number of a linear in a sequence is also that of a layer.
+    """
+    linears = [name for name, module in model.named_modules() if type(module) is nn.Linear]
+    return [name for name in linears if "out_proj" not in name and not name.rpartition(".")[2].isdigit()]
 
 
 def with_lora(case: FamilyCase, **options: Any) -> PeftModel:
