@@ -163,7 +163,9 @@ def batches(subject: CheckpointUnderTest) -> Iterator[CheckResult]:
             return
         rows = [row[1 : len(sequence)] for row, sequence in zip(packed, sequences, strict=True)]
         if _takes_positions(model):
-            alone, rows = [*alone, *alone], [*rows, *_packed(model, sequences)]
+            mask = torch.ones(1, sum(map(len, sequences)), dtype=torch.long)  # must not hide where documents begin
+            rows += [*_packed(model, sequences), *_packed(model, sequences, attention_mask=mask)]
+            alone = [*alone, *alone, *alone]
         yield _difference("packing", alone, rows, bound)
 
 
@@ -192,10 +194,10 @@ def _left_padded(model: PreTrainedModel, sequences: list[torch.Tensor]) -> list[
     return [row[longest - len(sequence) :] for row, sequence in zip(found, sequences, strict=True)]
 
 
-def _packed(model: PreTrainedModel, sequences: list[torch.Tensor]) -> list[torch.Tensor]:
+def _packed(model: PreTrainedModel, sequences: list[torch.Tensor], **inputs: torch.Tensor) -> list[torch.Tensor]:
     """Pack sequences into one row with restarting positions. Returns log-probabilities of each."""
     positions = torch.cat([torch.arange(len(sequence)) for sequence in sequences])
-    found = _own_logprobs(model, torch.cat(sequences)[None], position_ids=positions[None])[0]
+    found = _own_logprobs(model, torch.cat(sequences)[None], position_ids=positions[None], **inputs)[0]
     ends = torch.tensor([len(sequence) for sequence in sequences]).cumsum(0).tolist()
     return [found[end - len(sequence) : end - 1] for end, sequence in zip(ends, sequences, strict=True)]
 
