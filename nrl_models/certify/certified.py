@@ -24,7 +24,7 @@ from nrl_models.common.trust.servers import VLLMS
 from nrl_models.consistency.cells import THRESHOLD
 from nrl_models.consistency.measure import Measurement
 from nrl_models.consistency.prompts import Prompts
-from nrl_models.consistency.refit import FIRST_BOUND
+from nrl_models.consistency.refit import unmeasured_bound
 from nrl_models.engines import start_engine
 from nrl_models.engines.base import Engine
 from nrl_models.engines.hf import HFEngine
@@ -173,9 +173,9 @@ class CheckpointUnderTest:
 
     @property
     def threshold(self) -> float:
-        """Bound of `token_mult_prob_error`, unless the noise floor explains more. In fp32, that of a refit."""
+        """Bound of `token_mult_prob_error`, unless the noise floor explains more."""
         dtype = self.options.dtype or getattr(self.config, "dtype", None)
-        return FIRST_BOUND if dtype is torch.float32 else THRESHOLD
+        return unmeasured_bound(dtype) if isinstance(dtype, torch.dtype) else THRESHOLD
 
     @cached_property
     def trainer(self) -> HFEngine:

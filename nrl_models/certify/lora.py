@@ -16,7 +16,7 @@ from nrl_models.common.dtypes import dtype_name
 from nrl_models.common.state_dict.merged import export_adapter
 from nrl_models.consistency import Data, Mode
 from nrl_models.consistency.cells import NOISE_FACTOR, THRESHOLD, Cell, is_conclusive, largest_error
-from nrl_models.consistency.refit import FIRST_BOUND
+from nrl_models.consistency.refit import unmeasured_bound
 from nrl_models.engines.base import Engine
 from nrl_models.engines.digests import digested, refit_problems
 from nrl_models.engines.engine_types import Sample
@@ -148,8 +148,7 @@ def _compared(
     error, base, effect = (
         token_mult_prob_error(*pair) for pair in ((scores, decode), (without, decode), (scores, without))
     )
-    threshold = FIRST_BOUND if trainer.model.dtype.itemsize >= 4 else THRESHOLD
-    bound = largest_error(threshold, NOISE_FACTOR, noise)
+    bound = largest_error(unmeasured_bound(trainer.model.dtype), NOISE_FACTOR, noise)
     if not error <= bound:
         problems = [*problems, f"token_mult_prob_error {shown_error(error)} between trainer and engine"]
         problems += ["the engine computes without the adapter"] if base <= bound else []

@@ -132,7 +132,7 @@ def longest_length(subject: CheckpointUnderTest) -> Iterator[CheckResult]:
     if not result.passed:
         references = References(subject.folder, device=subject.options.device)
         result = replace(result, verdict=Judge(meter, references).judge(cell, result.repeats[0]))
-    problems = [] if result.is_rounding else result.problems
+    problems = result.faults
     side = side_of_verdict(result.verdict) or Side.ENGINE
     known = engine.capabilities()
     if known.own_limit and known.max_length is not None:

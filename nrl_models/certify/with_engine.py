@@ -44,7 +44,6 @@ from nrl_models.consistency.measure import MAX_OUTSIDE
 from nrl_models.consistency.prompts import load_tokenizer
 from nrl_models.consistency.refit import check_refit, refit_settings
 from nrl_models.engines.digests import NO_DIGESTS
-from nrl_models.errors import RefitUnsupportedError, one_line
 from nrl_models.logprobs.metrics import shown_error, token_mult_prob_error
 from nrl_models.parity.worst import last_if_nan
 from nrl_models.quirks import VerdictKind
@@ -98,25 +97,19 @@ def refits(subject: CheckpointUnderTest) -> Iterator[CheckResult]:
         if subject.deadline is not None and time.monotonic() > subject.deadline:
             raise OutOfTimeError(f"no time left: the budget ended before this step: {step}")
 
-    try:
-        found = check_refit(
-            subject.folder,
-            engine=options.engine,
-            dtype=options.dtype,
-            device=options.device,
-            settings=refit_settings(subject.folder, options.engine),
-            engine_options=dict(options.engine_options),
-            note=note,
-        )
-    except RefitUnsupportedError as error:
-        for name in REFITS:
-            yield CheckResult(name, Status.LEFT_OUT, one_line(error))
-        return
+    found = check_refit(
+        subject.folder,
+        engine=options.engine,
+        dtype=options.dtype,
+        device=options.device,
+        settings=refit_settings(subject.folder, options.engine),
+        engine_options=dict(options.engine_options),
+        note=note,
+    )
     for name, step in zip(REFITS, found.steps, strict=False):
-        problems = [*step.problems, *([] if step.is_rounding else step.result.problems)]
         verdict = step.result.verdict
         side = (None if step.problems else side_of_verdict(verdict)) or Side.ENGINE
-        result = of_cells(subject, name, [step.result], problems, verdict.summary if verdict else "", side)
+        result = of_cells(subject, name, [step.result], step.faults, verdict.summary if verdict else "", side)
         yield result if step.report.digests else replace(result, summary=f"{result.summary}; {NO_DIGESTS}")
     for name in REFITS[len(found.steps) :]:
         yield CheckResult(name, Status.NOT_DECIDED, "not reached: the first refit failed")
@@ -126,8 +119,8 @@ def log_probabilities(subject: CheckpointUnderTest) -> Iterator[CheckResult]:
     """Compare log-probabilities over a matrix of lengths, prompts, decoding modes and batch sizes."""
     report = _matrix(subject)
     count, total = len(report.results), len(report.settings.cells())
-    failed = [result for result in report.results if not result.passed and not result.is_rounding]
-    problems = [f"{result.cell}: {'; '.join(result.problems)}" for result in failed]
+    failed = [result for result in report.results if result.faults]
+    problems = [f"{result.cell}: {'; '.join(result.faults)}" for result in failed]
     judged = [result.verdict for result in (*failed, *report.results) if result.verdict]
     verdict = judged[0] if judged else None
     side = side_of_verdict(verdict)

@@ -103,10 +103,7 @@ class CellResult:
 
     @property
     def is_rounding(self) -> bool:
-        """Whether the only problem is an error above `THRESHOLD` that rounding explains.
-
-        Such a cell shows neither a fault nor agreement.
-        """
+        """Whether the only problem is an error above `THRESHOLD` that rounding explains. It is no sign of a fault."""
         is_explained = self.verdict is not None and self.verdict.kind is VerdictKind.ROUNDING
         return is_explained and self.worst[1] > THRESHOLD and not self._not_finite
 
@@ -123,6 +120,11 @@ class CellResult:
                     above += f" and what the noise floor of {shown_error(self.noise)} {explained}"
                 problems.append(f"token_mult_prob_error {shown_error(worst)} against {name}, {above}")
         return problems + self._not_finite
+
+    @property
+    def faults(self) -> list[str]:
+        """The problems; empty if only rounding explains them."""
+        return [] if self.is_rounding else self.problems
 
     @property
     def _not_finite(self) -> list[str]:

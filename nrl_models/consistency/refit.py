@@ -53,8 +53,13 @@ FLOOR_FACTOR = 3.0
 SMALLEST_EXCESS = 1e-5
 """Minimum distance of a bound from 1. Two sides in fp32 differ by less, but the difference varies."""
 
-FIRST_BOUND = 1.001
-"""Bound of the first refit's error in fp32, for which there is no measurement. Lower precisions use `THRESHOLD`."""
+FP32_BOUND = 1.001
+"""Bound of an error in fp32, for which there is no measurement."""
+
+
+def unmeasured_bound(dtype: torch.dtype) -> float:
+    """Return the bound of `token_mult_prob_error` if both sides compute in `dtype`, without a measurement of errors."""
+    return FP32_BOUND if dtype.itemsize >= 4 else THRESHOLD
 
 
 @dataclass(frozen=True)
@@ -83,9 +88,10 @@ class RefitStep:
         return not self.problems and self.result.passed
 
     @property
-    def is_rounding(self) -> bool:
-        """Whether the only problem is an error that rounding explains. The earlier refit had the same rounding."""
-        return not self.problems and self.result.is_rounding and not self.is_narrowed
+    def faults(self) -> list[str]:
+        """All problems; empty if only rounding explains them. An earlier refit had the same rounding."""
+        is_rounding = not self.problems and self.result.is_rounding and not self.is_narrowed
+        return [] if is_rounding else [*self.problems, *self.result.problems]
 
 
 def check_refit(
@@ -201,8 +207,7 @@ class RefitChecker:
         Derived from the first refit's error; for the first refit, from the precision. At most the settings' threshold.
         """
         if not self.is_narrowed:
-            first = FIRST_BOUND if self.meter.noise_dtype.itemsize >= 4 else THRESHOLD
-            return min(self.meter.settings.threshold, first)
+            return min(self.meter.settings.threshold, unmeasured_bound(self.meter.noise_dtype))
         floor = max(SMALLEST_EXCESS, FLOOR_FACTOR * (self.steps[0].result.worst[1] - 1.0))
         return min(self.meter.settings.threshold, 1.0 + floor)
 

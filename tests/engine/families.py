@@ -218,10 +218,10 @@ def _compared(
     try:
         checker = RefitChecker(str(checkpoint), Meter(engine, trainer, prompts, settings))
         steps.append(checker.refit("from random weights"))
-        if steps[-1].passed or steps[-1].is_rounding:
+        if not steps[-1].faults:
             checker.train()
             steps.append(checker.refit("after a training step"))
-        problem = "; ".join(problem_of(step) for step in steps if not (step.passed or step.is_rounding))
+        problem = "; ".join(problem_of(step) for step in steps if step.faults)
         problem = problem or extra_check(engine, trainer, prompts, settings)
     except Exception as error:  # any exception of the engine or the model
         problem = one_line(error)
@@ -246,7 +246,7 @@ def _compared(
     result = report.results[0]
     loaded = max(comparison.token_mult_prob_error for several in result.comparisons.values() for comparison in several)
     numbers["stage"] = ""
-    if result.passed or result.is_rounding:
+    if not result.faults:
         return Outcome(architecture, decided(AS_LOADED, loaded), **numbers, loaded=loaded, reason=problem)
     numbers |= {"loaded": loaded if math.isfinite(loaded) else None, "facts": Facts.of(result)}
     return Outcome(architecture, DISAGREES, **numbers, reason="; ".join(result.explanation))

@@ -14,7 +14,7 @@ from checkpoints import new_model
 from small_cell import SETTINGS
 from transformers import DeepseekV3Config, Gemma2Config, LlamaConfig, MistralConfig, PreTrainedConfig
 
-from nrl_models import AutoModelForCausalLM, registry
+from nrl_models import AutoModelForCausalLM
 from nrl_models.common.upstream import config_value
 from nrl_models.consistency import matrix, references
 from nrl_models.consistency.capsule.decision import Case, Decision
@@ -29,9 +29,10 @@ from nrl_models.consistency.refit import RefitChecker
 from nrl_models.consistency.store import Store
 from nrl_models.consistency.verdict import CauseKind, Opinion, Party, Verdict, Vote
 from nrl_models.engines.hf import HFEngine
-from nrl_models.errors import EngineError, UnmetRequirementError
+from nrl_models.errors import EngineError
 from nrl_models.logprobs import Sampling
 from nrl_models.quirks import Pattern, VerdictKind
+from nrl_models.testing.case import FamilyCase
 from nrl_models.testing.tiny import tiny_config
 
 Judge = Callable[..., Verdict | None]
@@ -120,24 +121,9 @@ def test_verdict_names_wrong_trainer(judge: Judge) -> None:
     )
 
 
-QUICK = ("Gemma4ForCausalLM", "LlamaForCausalLM")
-
-
-@pytest.mark.parametrize(
-    "architecture",
-    [
-        pytest.param(name, marks=() if name in QUICK else pytest.mark.long)
-        for name in registry.architectures(aliases=False)
-    ],
-)
-def test_configuration_keys_have_alternatives(architecture: str) -> None:
+def test_configuration_keys_have_alternatives(family_case: FamilyCase) -> None:
     """Newer versions of transformers raise an error if a key is read that has a value for each layer."""
-    try:
-        model_class = registry.model_class(architecture)
-        reference = model_class.reference_class()
-        config = tiny_config(reference.config_class, model_class.tiny, reference).get_text_config()
-    except UnmetRequirementError:
-        pytest.skip("needs other versions")
+    config = family_case.config.get_text_config()
     found = list(alternatives(config))
     assert all(isinstance(key, str) and config_value(config, key, None) != value for key, value in found)
 
