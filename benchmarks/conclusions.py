@@ -61,15 +61,16 @@ def save(rows: Sequence[Row]) -> str:
 def save_resume(rows: Sequence[Row]) -> str:
     ratio = "complete / DCP `save`"
     saving = [row[ratio] for row in rows if row["call"] == "`save_checkpoint`"]
-    large = [row for row in rows if row["after a kill"]]
+    large = [row for row in rows if row["after kills: lost"] is not None]
     stops = of(large, "returns, s", call="`save_checkpoint(wait=False)`")
     theirs = of(large, "returns, s", call="DCP `async_save`")
     peers = [row for row in large if "DCP" in row["call"]]
-    lost = sum("lost" in row["after a kill"] for row in peers)
+    lost = sum(row["after kills: lost"] for row in peers)
+    kills = sum(row[f"after kills: {each}"] for row in peers for each in ("old", "new", "lost"))
     return (
         f"`save_checkpoint` takes {span(saving)} times the time of DCP's `save`. With `wait=False`, training continues "
         f"after {span(stops)} s (DCP's `async_save`: {span(theirs)} s). After a killed save, the previous or the new "
-        f"checkpoint of nrl_models loads in every case. With DCP, {lost} of {len(peers)} killed saves lost the "
+        f"checkpoint of nrl_models loads in every case. With DCP, {lost} of {kills} killed saves lost the "
         "checkpoint that they overwrote."
     )
 
@@ -91,7 +92,7 @@ def memory(rows: Sequence[Row]) -> str:
     return (
         f"Beyond the model, loading takes {percent(loads)} of its size, `save_pretrained` {percent(saves)}, and "
         f"`save_checkpoint` {percent(resumes)} of the state. An RL step with all rollouts at once takes "
-        f"{percent(steps)} (one at a time: {percent(theirs)})."
+        f"{percent(steps)} of the model's size; transformers, one rollout at a time, takes {percent(theirs)}."
     )
 
 
@@ -102,7 +103,8 @@ def combine(rows: Sequence[Row]) -> str:
 
 def decode(rows: Sequence[Row]) -> str:
     fused, again = ([1 / x for x in of(rows, name)] for name in ("combined / transformers", AGAIN))
-    return f"Decoding takes {span(fused)} times transformers' time; two equal models differ by {span(again)} times."
+    noise = f"two runs of transformers differ by {span(again)} times"
+    return f"Decoding takes {span(fused)} times transformers' time; {noise}."
 
 
 AGAIN = "transformers again / transformers"
@@ -131,15 +133,18 @@ def refit(rows: Sequence[Row]) -> str:
 def refit_engine(rows: Sequence[Row]) -> str:
     times = {row["way"]: row["time / vLLM's reload"] for row in rows}
     return (
-        f"A complete refit of vLLM takes {times['in process']:.2f} times vLLM's own reload of the same tensors in "
-        f"process, {times['subprocess']:.1f} times in a subprocess, and {times['HTTP, all changed']:.1f} times over "
-        f"HTTP ({times['HTTP, unchanged']:.1f} if nothing changed)."
+        f"Relative to vLLM's own reload of the same tensors, a complete refit takes {times['in process']:.2f} times as "
+        f"long in process, {times['subprocess']:.1f} times in a subprocess, and {times['HTTP, all changed']:.1f} times "
+        f"over HTTP ({times['HTTP, unchanged']:.1f} if nothing changed)."
     )
 
 
 def train_step(rows: Sequence[Row]) -> str:
     ratios = of(rows, "time, ratio", model="combined")
-    return f"A training step with fused projections takes {span(ratios)} times the time of the compared step."
+    return (
+        f"A training step with fused projections takes {span(ratios)} times the time of transformers' step (with "
+        "FSDP2, of separate projections)."
+    )
 
 
 def rl_step(rows: Sequence[Row]) -> str:

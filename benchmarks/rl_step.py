@@ -7,15 +7,15 @@ the same prompt of 512 tokens and completions of 128.
 `transformers` runs one rollout per forward, padded to the longest of the batch as in TRL's trainers. It computes logits
 of the completions and TRL's `selective_log_softmax`, or the same formula if TRL is not installed. `again` repeats it:
 its ratio would be 1 on a machine without noise. `all at once` runs the complete batch padded. The nrl_models rows are
-`token_logprobs` with the loss, one rollout per call, and `rollout_logprobs`, which packs and computes shared prompts
-once (`share_prompts=False`: for each rollout). All variants give the same loss and gradient. They take turns in one
-process, and ratios are medians over the turns.
+`token_logprobs` with the loss, one rollout per call, and `rollout_logprobs`, which packs rollouts into rows and
+computes a shared prompt once (with `share_prompts=False`, once per rollout). All variants give the same loss and
+gradient. They take turns in one process, and ratios are medians over the turns.
 
 Memory is the largest increase during the first step of a process, after gradients are allocated. `tokens/s` counts
-tokens of rollouts without padding. The share of the machine's speed is relative to the fastest matmul in the same
-process. It counts six operations per token and active parameter, with the head on completions only and shared prompts
-once, and excludes attention and recomputation. Growth is the time per token relative to the smallest number of
-rollouts: 1 is linear.
+tokens of rollouts without padding. `share of matmul speed` is the step's operations per second, divided by those of the
+fastest matmul in the same process. The step's operations are six per token and active parameter, with the head on
+completions only and shared prompts once, without attention and recomputation. Growth is the time per token relative to
+the smallest number of rollouts: 1 is linear.
 """
 
 from __future__ import annotations
@@ -353,7 +353,7 @@ def main() -> None:
     small_note = "A small run: two narrow layers and a small vocabulary. It shows that everything runs, and no speed."
     out = Path(tempfile.mkdtemp()) if small and options.out == RESULTS else options.out
     rows, about = recorded(out / "rl_step.json"), machine()
-    measured = f"{about['date']}, {about['processor']}, {options.runs} runs"
+    measured = f"{about['date']}, {about['processor']}, {options.runs} run{'s' if options.runs > 1 else ''}"
     for shape, numbers in CASES[options.size].items():
         for rollouts in numbers:
             case = measure(shape, options.size, rollouts, options.runs)

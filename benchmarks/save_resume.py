@@ -7,9 +7,9 @@ training can continue, "complete" the time until all ranks have written the chec
 measurement of DCP's `save` with its next one. It would be 1 on a machine without noise.
 
 Kills: all ranks are killed (SIGKILL) at four points of a save over an older checkpoint. Then the directory is loaded.
-"old" and "new" count complete checkpoints, "lost" those that do not load or have values of both. DCP writes into the
-files of the last checkpoint. Its users save each checkpoint into a new directory, and find the last complete one and
-delete the others themselves.
+"old" and "new" count complete checkpoints, "lost" those that do not load or have values of both. Here, DCP
+also saves into the directory of the last checkpoint, and overwrites its files. To avoid losing it, users of DCP save
+each checkpoint into a new directory, and must find the last complete one and delete the others themselves.
 """
 
 from __future__ import annotations
@@ -61,14 +61,15 @@ def _row(name: str, ranks: int, found: dict[str, Any]) -> Row:
         "complete, s": statistics.median(own),
         f"complete / {BASELINE}": median_ratio(own, peer),
         "null ratio": null_ratio(peer),
-        "after a kill": _after_kill(found.get("outcomes", {}).get(name, {})),
+        **_after_kills(found.get("outcomes", {}).get(name, {})),
     }
 
 
-def _after_kill(outcomes: dict[str, int]) -> str:
-    lost = sum(count for outcome, count in outcomes.items() if outcome not in ("old", "new"))
-    counts = {"old": outcomes.get("old", 0), "new": outcomes.get("new", 0), "lost": lost}
-    return ", ".join(f"{count} {outcome}" for outcome, count in counts.items() if count)
+def _after_kills(outcomes: dict[str, int]) -> Row:
+    """Return the number of kills after which the old, the new or no checkpoint loads; None if nothing was killed."""
+    counts = {each: outcomes.get(each, 0) for each in ("old", "new")}
+    counts["lost"] = sum(outcomes.values()) - sum(counts.values())
+    return {f"after kills: {each}": count if outcomes else None for each, count in counts.items()}
 
 
 if __name__ == "__main__":

@@ -117,8 +117,10 @@ class ProblemKind(StrEnum):
     """A configuration value that the model does not honor."""
     MESH = auto()
     PLAN = auto()
-    DIVIDE = auto()
+    INDIVISIBLE = auto()
     """A size that is not divisible by the number of ranks."""
+    PIPELINE = auto()
+    """A model whose layers cannot be split into pipeline stages."""
     RANK = auto()
     """A rank has different facts than the others, or an error."""
 

@@ -61,7 +61,7 @@ NOT_REGISTERED: Mapping[str, str] = {
 
 
 STATUSES = {
-    "green": "registered; the generated tests pass, or fail as the family's limits say",
+    "green": "registered; the generated tests pass, except for features that the family's `limits` list as unsupported",
     "red": "registered; a generated test fails",
     "not registered": "a tiny model runs, but the class has no family",
     "not run": "a tiny model could not be built or run",
@@ -125,7 +125,7 @@ def as_page(rows: Sequence[Row], transformers_version: str) -> str:
         "",
         f"Of {len(rows)} text-generating classes of transformers {transformers_version}, {counts['green']} "
         f"({counts['green'] / len(rows):.0%}) are registered and pass",
-        "all their generated tests. The others load as transformers' classes, with one warning.",
+        "their generated tests. The others load as transformers' classes, with one warning.",
         "",
         "`make reach` builds a tiny model of each class, runs it on text (and images or audio), runs the backward",
         "pass, and traces which linears share an input. It needs no code for the class.",

@@ -162,8 +162,8 @@ def embeddings(
     identical_threshold: Annotated[
         float,
         number(
-            "A row is constant if the standard deviation of its values is below FLOAT. (NeMo RL's option of this name "
-            "also refers to the values within a row.)",
+            "A row is constant if the standard deviation of its values is below FLOAT. (Rows are not "
+            "compared with each other. NeMo RL's option has the same name and meaning.)",
             panel=BOUNDS,
             least=0,
         ),

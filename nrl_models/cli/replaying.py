@@ -24,7 +24,7 @@ def replay(
     ],
     json_file: JsonFile = None,
 ) -> None:
-    """Recompute from the record of a difference which side was wrong, trainer or engine.
+    """Recompute which side was wrong, trainer or engine, from the record of a difference.
 
     Needs no model and no engine. Exit status: 0 if the recomputed verdict equals the recorded one, 1 if it differs, 2
     if the file is damaged or not a capsule.

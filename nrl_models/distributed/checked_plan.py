@@ -288,7 +288,7 @@ def _uneven(
         return []
     packed = f", packed of {style.blocks}," if style.blocks > 1 else ""
     detail = f"has {size} in dimension {dim}{packed} which tp={ranks} does not divide"
-    return [Problem(ProblemKind.DIVIDE, name, detail, advice=_fitting_ranks(model))]
+    return [Problem(ProblemKind.INDIVISIBLE, name, detail, advice=_fitting_ranks(model))]
 
 
 def _uneven_heads(
@@ -306,7 +306,7 @@ def _uneven_heads(
     named = [key for key in _HEADS if heads in values_of_layers(config, key)]
     kind = f" ({named[0]})" if named else ""
     detail = f"has {heads} heads of {head_dim}{kind}, which tp={ranks} does not divide"
-    return [Problem(ProblemKind.DIVIDE, name, detail, advice=_fitting_ranks(model))]
+    return [Problem(ProblemKind.INDIVISIBLE, name, detail, advice=_fitting_ranks(model))]
 
 
 _HEADS = ("num_key_value_heads", "num_attention_heads")
@@ -337,7 +337,7 @@ def _expert_problems(model: PreTrainedModel, mesh: DeviceMesh, plan: ParallelPla
         if styles[name].dim(parameter.ndim) is not None and parameter.shape[0] % ranks:
             detail = f"has {parameter.shape[0]} experts, which ep={ranks} does not divide"
             advice = "take an ep that divides the number of experts, and put the other ranks into fsdp"
-            problems.append(Problem(ProblemKind.DIVIDE, name, detail, advice=advice))
+            problems.append(Problem(ProblemKind.INDIVISIBLE, name, detail, advice=advice))
     for name in stacks:
         if not hasattr(modules[name], "num_experts"):
             problems.append(Problem(ProblemKind.PLAN, name, "does not say how many experts it has (num_experts)"))

@@ -342,7 +342,7 @@ def _placement(parameter: nn.Parameter, ranks: int) -> Shard | None:
     if is_packed and not even:
         detail = f"has shape {tuple(parameter.shape)}, and tp divides the blocks packed in its first dimension"
         problem = Problem(
-            ProblemKind.DIVIDE, "a packed parameter", f"{detail}: fsdp={ranks} divides no other dimension"
+            ProblemKind.INDIVISIBLE, "a packed parameter", f"{detail}: fsdp={ranks} divides no other dimension"
         )
         raise ShardingError("fsdp cannot divide a packed parameter", [problem], ["give it another style in the plan"])
     return Shard(even[0]) if even else None

@@ -176,7 +176,7 @@ class _Table:
             is_many = f"has {size} {things}" if things else f"are {size}"
             detail = f"{is_many}, which do not divide over {share.of} ranks"
             problem = Problem(
-                ProblemKind.DIVIDE, subject, detail, None, f"choose a number of ranks that divides {size}"
+                ProblemKind.INDIVISIBLE, subject, detail, None, f"choose a number of ranks that divides {size}"
             )
             if problem not in self.problems:
                 self.problems.append(problem)

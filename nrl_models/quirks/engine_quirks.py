@@ -110,7 +110,7 @@ INFERENCE = (
         "although they were sent.",
         where=("engine",),
         applies=predicates.has_batch_norms,
-        handling="During a refit, vLLM's loader gets the buffers themselves.",
+        handling="During a refit, vLLM's loader writes into the model's buffers, not into temporary ones.",
         code=("nrl_models.engines.transfer.batch_norms:load_statistics",),
         probe="behavioral",
         asks="vLLM's reload loses the statistics of a batch norm",

@@ -26,7 +26,7 @@ FORWARD = (
         handling="If position IDs restart, a mask of ones is dropped and no cache is created.",
         code=("nrl_models.common.documents.packing:keep_documents_apart",),
         probe="behavioral",
-        asks="transformers lets packed documents attend to each other under a mask of ones",
+        asks="packed documents attend to each other in transformers if a mask of ones is passed",
     ),
     Quirk(
         name="masks-without-positions",
@@ -37,7 +37,7 @@ FORWARD = (
         handling="nrl_models builds the masks with position IDs.",
         code=("nrl_models.family:FamilyModel.rewrites",),
         probe="behavioral",
-        asks="transformers lets packed documents attend to each other without a mask",
+        asks="packed documents attend to each other in transformers even if no mask is passed",
     ),
     Quirk(
         name="text-output-without-images",
@@ -48,7 +48,7 @@ FORWARD = (
         handling="The field is set to None.",
         code=("nrl_models.common.forward.image_outputs:ImageOutputs",),
         probe="behavioral",
-        asks="the class of transformers raises an error on text",
+        asks="transformers' class raises an error on text",
     ),
     Quirk(
         name="mrope-packed-documents",
@@ -59,7 +59,7 @@ FORWARD = (
         handling="Position IDs of text are passed as four rows per sequence. The first has the text positions.",
         code=("nrl_models.common.forward.mrope:PackedTextPositions",),
         probe="behavioral",
-        asks="transformers lets packed documents attend to each other without a mask",
+        asks="packed documents attend to each other in transformers even if no mask is passed",
     ),
     Quirk(
         name="image-masks-in-packed-rows",
@@ -72,7 +72,7 @@ FORWARD = (
         code=("nrl_models.common.documents.mask_functions:at_columns",),
         since="transformers>=5.23",
         probe="behavioral",
-        asks="the class of transformers computes an image differently after a packed document",
+        asks="transformers' class computes an image differently after a packed document",
     ),
     Quirk(
         name="layers-across-documents",
@@ -84,7 +84,7 @@ FORWARD = (
         handling="Each document runs through such a layer or decoder separately.",
         code=("nrl_models.common.documents.layers:ByDocument",),
         probe="behavioral",
-        asks="transformers lets packed documents affect each other without a mask",
+        asks="packed documents affect each other in transformers even if no mask is passed",
     ),
     Quirk(
         name="mrope-stale-offsets",
@@ -102,8 +102,8 @@ FORWARD = (
         "their own if there was no cache, with projections that were never trained.",
         where=("forward",),
         applies=predicates.has_unused_keys_and_values,
-        handling="transformers passes shared keys and values outside the cache. A test compares logits with and "
-        "without a cache.",
+        handling="None is needed: since 5.5.2, transformers passes shared keys and values outside the cache. A test "
+        "compares logits with and without a cache.",
         code=("nrl_models.common.forward.kv_sharing:SharedKeyValues",),
         off="nothing to disable, because such layers no longer have these projections",
         fixed="transformers>=5.5.2",

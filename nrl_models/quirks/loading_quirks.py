@@ -10,7 +10,8 @@ LOADING = (
         "rounding.",
         where=("load", "trainer"),
         every_model=True,
-        handling="Parameters load in the requested dtype. Parameters that transformers keeps in fp32 stay in fp32.",
+        handling="With `dtype=torch.float32`, all parameters load in fp32. If parameters in bf16 are trained, a log "
+        "message says so.",
         code=("nrl_models.loading.weights:load_weights", "nrl_models.loading.pretrained:load"),
         off='`from_pretrained(path, dtype="auto")`',
         probe="behavioral",
@@ -58,8 +59,8 @@ LOADING = (
         "it splits the result into equal parts, which vLLM cannot load.",
         where=("load", "engine"),
         applies=predicates.declares("unequal-parts"),
-        handling="The family declares the sizes. Exports and saved files have the published shapes, also those of "
-        "transformers' `save_pretrained` in the same process. Files with equal parts also load.",
+        handling="The family declares the sizes. Exports and saved files have the published shapes. So do files "
+        "that transformers' `save_pretrained` writes in the same process. Files with equal parts also load.",
         code=("nrl_models.common.views.hub_parts:register_part_sizes",),
         off="load and save with transformers' class, in a process without nrl_models",
         probe="data",

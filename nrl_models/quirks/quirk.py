@@ -68,7 +68,8 @@ class Quirk:
     def expiry(self) -> str:
         """Text: until when the quirk exists."""
         if not self.fixed:
-            return f"Needed while {self.asks}" + (f", since {self.since}" if self.since else "")
+            introduced = f"{self.since.replace('>=', ' ')} introduced it. " if self.since else ""
+            return f"{introduced}Exists while {self.asks}"
         return f"Fixed in {self.fixed}" + (f". Still listed for {self.kept_for}" if self.kept_for else "")
 
     @property

@@ -114,10 +114,10 @@ TRAINING = (
         "that module has no effect in training.",
         where=("forward", "trainer"),
         applies=predicates.fuses_out_projection,
-        handling="PEFT raises an error for `out_proj` of models it supports. For other models, leave `out_proj` "
-        "out of the adapter.",
+        handling="None. PEFT raises an error for `out_proj` of models it supports. For other models, pass "
+        "`target_modules` without `out_proj`.",
         code=("nrl_models.testing.suite.test_model:test_lora",),
-        off="nothing to disable: pass `target_modules` without `out_proj`",
+        off="nothing to disable",
         probe="source",
         asks="the mixer of transformers passes `out_proj.weight` to a kernel",
         sources=("https://github.com/huggingface/transformers/pull/46487",),

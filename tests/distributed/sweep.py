@@ -48,7 +48,7 @@ PATIENCE = 300.0
 MAX_REASON_LENGTH = 2000
 """Maximum length of a recorded reason."""
 
-REFUSALS = {ProblemKind.PLAN, ProblemKind.DIVIDE}
+REFUSALS = {ProblemKind.PLAN, ProblemKind.INDIVISIBLE, ProblemKind.PIPELINE}
 """Kinds of problems for which a model cannot be sharded. Other kinds count as errors."""
 
 

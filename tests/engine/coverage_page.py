@@ -32,8 +32,8 @@ that all probabilities are equal; values above 1,000 mean unusable outputs.
 MEANINGS = {
     "agrees": "agree, after both refits",
     "agrees as loaded": "agree with the weights read from files, and cannot be refitted",
-    "not decided": f"not decided: their errors exceed {THRESHOLD}, and rounding in bf16 explains them",
-    "disagrees": "disagree: the verdict names the wrong side",
+    "not decided": f"not decided: their errors exceed {THRESHOLD}, but rounding in bf16 causes errors of this size",
+    "disagrees": "disagree: the verdict says which side is wrong",
     "not run": "cannot be run here",
 }
 ORDER = tuple(MEANINGS)
@@ -121,11 +121,10 @@ def summary_lines(
     for name in failed:
         lines.append(f"| {name} | {shown(records[name].outcome['refitted'])} | {reasons[name]} |")
     if counts["not decided"]:
-        lines += ["", "| architecture not decided | error | settings |", "|---|---|---|"]
+        lines += ["", "| architecture not decided | error in bf16 (bound) |", "|---|---|"]
     for name, record in sorted(records.items()):
         if record.outcome["status"] == "not decided":
-            worst = max(record.outcome.get(key) or 0.0 for key in MEASURED)
-            lines.append(f"| {name} | {shown(worst)} | {' '.join(conditions(record.outcome))} |")
+            lines.append(f"| {name} | {', '.join(errors_with_bounds(record.outcome))} |")
     lines += ["", "| architecture not run | reason |", "|---|---|"]
     names: dict[str, list[str]] = {}
     for name in by_outcome(records):
@@ -230,7 +229,8 @@ def facts_of(outcome: Mapping[str, Any]) -> Iterator[str]:
     if content := outcome.get("facts"):
         yield from Facts.from_json(content).sentences()
     if faults := outcome.get("faults"):
-        yield f"first difference: {', '.join(sorted(set(faults)))}"
+        places = sorted(set(faults))
+        yield f"first difference{' (differs by prompt)' if len(places) > 1 else ''}: {', '.join(places)}"
 
 
 def sentence(text: str) -> str:
@@ -251,6 +251,13 @@ def shown(error: float | None) -> str:
     if error >= 1e6:
         return f"{error:.1e}"
     return f"{error:.7f}" if error < 1.001 else f"{error:.4f}"
+
+
+def errors_with_bounds(outcome: Mapping[str, Any]) -> Iterator[str]:
+    """Return the error after each refit with its bound."""
+    errors = [(outcome[key], heading) for key, heading in MEASURED.items() if outcome.get(key) is not None]
+    for (error, heading), bound in zip(errors, outcome["bounds"], strict=False):
+        yield f"{heading}: {shown(error)} ({bound:.4f})"
 
 
 def conditions(outcome: Mapping[str, Any]) -> Iterator[str]:

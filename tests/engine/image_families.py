@@ -59,7 +59,8 @@ CAUSES: dict[str, str] = {
     "Gemma3ForConditionalGeneration": CAUSAL,
     "Gemma3nForConditionalGeneration": "Its text model, Gemma3nForCausalLM, also disagrees without images.",
     "Gemma4UnifiedForConditionalGeneration": CAUSAL,
-    "MuseGlimmerForConditionalGeneration": "The two resize images differently: images that need no resizing agree.",
+    "MuseGlimmerForConditionalGeneration": "vLLM and transformers resize images differently: images "
+    "that need no resizing agree.",
     "PaddleOCRVLForConditionalGeneration": "transformers interpolates the tower's positions with aligned corners, "
     "vLLM without. They agree on square images.",
 }

@@ -197,8 +197,11 @@ def pages(records: Mapping[str, Record], everything: list[str]) -> dict[Path, st
         "tested on weights read from files. Prompts have no images.",
         "",
         f"The bound is {BOUND} in fp32. If vLLM only has kernels in bf16, both sides run in bf16, and the bound after",
-        f"each refit is {NOISE_FACTOR:g} times the trainer's noise floor. If vLLM's own class fails, transformers'",
-        "class is also tested in vLLM (`model_impl=transformers`).",
+        f"each refit is `1 + {NOISE_FACTOR:g} * (noise floor - 1)`, with the trainer's",
+        "[noise floor](consistency.md#the-noise-floor). Rounding can also change the choice of experts. Therefore an",
+        "error above its bound still counts as rounding if neither side differs from transformers in fp64 by more than",
+        "twice the error of transformers in bf16. If vLLM's own class fails, transformers' class is also tested in",
+        "vLLM (`model_impl=transformers`).",
     ]
     causes = {name: limit.reason for name, limit in LIMITS.items()}
     return pages_with("vLLM", intro, records, everything, causes=causes, obstacles=VLLM)

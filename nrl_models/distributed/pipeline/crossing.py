@@ -82,7 +82,7 @@ def find_stack(model: PreTrainedModel) -> str:
     }
     if not sizes:
         detail = f"has no list of its {depth} layers"
-        raise NotALineError(Problem(ProblemKind.DIVIDE, type(model).__name__, detail))
+        raise NotALineError(Problem(ProblemKind.PIPELINE, type(model).__name__, detail))
     return max(sizes, key=lambda name: sizes[name])
 
 
@@ -106,8 +106,10 @@ def crossing_of(model: PreTrainedModel, dtype: torch.dtype | None = None) -> Cro
     except NotALineError:
         raise
     except Exception as error:  # any error of code that reads values
-        detail = f"what crosses its layers cannot be seen without weights: {one_line(error)}"
-        raise NotALineError(Problem(ProblemKind.DIVIDE, type(model).__name__, detail)) from error
+        detail = (
+            f"the values that pass between its layers cannot be traced without weights (on meta): {one_line(error)}"
+        )
+        raise NotALineError(Problem(ProblemKind.PIPELINE, type(model).__name__, detail)) from error
     return trace.crossing()
 
 
@@ -215,16 +217,17 @@ class _Trace:
         """
         count, problems = len(self.layers), []
         if self.calls != list(range(count)):
-            detail = f"runs its {count} layers in another order than one after the other: {self.calls[: count + 1]}"
-            problems.append(Problem(ProblemKind.DIVIDE, self.stack, detail))
+            order = f"its {count} layers run in an unexpected order: {self.calls[: count + 1]}"
+            detail = order if self.calls else f"none of its {count} layers runs in a forward pass on text"
+            problems.append(Problem(ProblemKind.PIPELINE, self.stack, detail))
         used = set().union(*self.needs.values())
         if unused := [name for names in self.outside.values() for name in names if name not in used]:
-            detail = "take no part in a forward of text"
-            problems.append(Problem(ProblemKind.DIVIDE, listed(unused), detail))
+            detail = "are not used in a forward pass on text"
+            problems.append(Problem(ProblemKind.PIPELINE, listed(unused), detail))
         shape = () if self.hidden is None else tuple(self.hidden.shape)
         if shape[:2] != (BATCH, LENGTH):
-            detail = f"takes hidden states that do not begin with batch and length: {list(shape)}"
-            problems.append(Problem(ProblemKind.DIVIDE, self.stack, detail))
+            detail = f"its hidden states do not have the shape (batch, length, ...): {list(shape)}"
+            problems.append(Problem(ProblemKind.PIPELINE, self.stack, detail))
         if problems or self.hidden is None:
             raise NotALineError(*problems)
         return Crossing(
@@ -257,7 +260,7 @@ class _Trace:
             self.labels.put(parameter, frozenset(names[storage]))
             if storage in owner:
                 detail = f"is also a parameter of layer {owner[storage]}"
-                raise NotALineError(Problem(ProblemKind.DIVIDE, names[storage][0], detail))
+                raise NotALineError(Problem(ProblemKind.PIPELINE, names[storage][0], detail))
         return names
 
     def _enter(self, index: int, module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -267,8 +270,8 @@ class _Trace:
             self.needs[0] |= {label for label in self.labels.of(hidden) if isinstance(label, str)}
         else:
             if _After(index - 1) not in self.labels.of(hidden):
-                detail = f"layer {index} does not take what layer {index - 1} returns"
-                raise NotALineError(Problem(ProblemKind.DIVIDE, self.stack, detail))
+                detail = f"layer {index} does not take the result of layer {index - 1}"
+                raise NotALineError(Problem(ProblemKind.PIPELINE, self.stack, detail))
             self._note(index, self.labels.of(hidden), _After(index - 1))
         self.hidden = hidden
         fresh = torch.empty_like(hidden)
@@ -302,7 +305,7 @@ def hidden_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int | str,
     for place, value in given:
         if isinstance(value, torch.Tensor):
             return place, value
-    raise NotALineError(Problem(ProblemKind.DIVIDE, "a layer", "is called without hidden states"))
+    raise NotALineError(Problem(ProblemKind.PIPELINE, "a layer", "is called without hidden states"))
 
 
 def replaced(

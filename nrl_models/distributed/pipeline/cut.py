@@ -65,7 +65,7 @@ def cut_into(model: PreTrainedModel, stages: int, dtype: torch.dtype | None = No
     try:
         if getattr(model.config.get_text_config(decoder=True), "output_router_logits", False):
             detail = "adds the routers' loss, but a stage lacks the routers of other stages' layers: set it to False"
-            raise NotALineError(Problem(ProblemKind.DIVIDE, "output_router_logits", detail))
+            raise NotALineError(Problem(ProblemKind.PIPELINE, "output_router_logits", detail))
         crossing = crossing_of(model, dtype)
         return Cut(crossing, _balanced(crossing, stages), dtype)
     except NotALineError as error:
@@ -104,11 +104,11 @@ def _allowed(crossing: Crossing) -> Iterator[int]:
 def _obstacles(crossing: Crossing, stages: int) -> list[Problem]:
     if crossing.count < stages:
         detail = f"has {crossing.count} layers, which are not enough for {stages} stages"
-        return [Problem(ProblemKind.DIVIDE, crossing.stack, detail)]
-    names = [*(f"layer {index}" for index in range(crossing.count)), "what follows the last layer"]
+        return [Problem(ProblemKind.PIPELINE, crossing.stack, detail)]
+    names = [*(f"layer {index}" for index in range(crossing.count)), "the part after the last layer"]
     return [
         Problem(
-            ProblemKind.DIVIDE,
+            ProblemKind.PIPELINE,
             crossing.stack,
             f"{name} reads more of layer {', '.join(map(str, sorted(reads)))} than hidden states",
         )

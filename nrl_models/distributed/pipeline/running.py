@@ -245,11 +245,11 @@ class Pipeline:
         fewest = stages if schedule in (Schedule.ONE_FORWARD_ONE_BACKWARD, Schedule.DUAL_PIPE_V) else 1
         if self.microbatches < fewest:
             detail = f"are too few: {schedule} takes {fewest} or more with {stages} stages"
-            yield Problem(ProblemKind.DIVIDE, subject, detail)
+            yield Problem(ProblemKind.INDIVISIBLE, subject, detail)
         rounds = max(1, self.microbatches // self.mesh["pp"].size())
         if schedule in (Schedule.INTERLEAVED, Schedule.INTERLEAVED_ZERO_BUBBLE) and self.microbatches % rounds:
             detail = f"do not divide into {rounds} rounds of as many each, as {schedule} needs"
-            yield Problem(ProblemKind.DIVIDE, subject, detail)
+            yield Problem(ProblemKind.INDIVISIBLE, subject, detail)
 
     def _problems(self, inputs: Batch, targets: Batch) -> Iterator[Problem]:
         tokens = inputs.get("input_ids")
@@ -275,7 +275,7 @@ class Pipeline:
             yield Problem(ProblemKind.UNEXPECTED, "position_ids", detail)
         if len(tokens) % self.microbatches:
             detail = f"do not divide {len(tokens)} sequences"
-            yield Problem(ProblemKind.DIVIDE, f"{self.microbatches} microbatches", detail)
+            yield Problem(ProblemKind.INDIVISIBLE, f"{self.microbatches} microbatches", detail)
         if torch.is_autocast_enabled(self.stages.device.type):
             detail = "changes the dtype of tensors sent between stages: load the model in the compute dtype instead"
             yield Problem(ProblemKind.DTYPE, "torch.autocast", detail)

@@ -113,7 +113,7 @@ def test_embeddings_in_place_of_tokens(family_case: FamilyCase) -> None:
     except Exception:  # any error: the reference does not accept embeddings, or not with these inputs
         is_supported = False
     if not is_supported:
-        pytest.skip("transformers' class does not compute the same from embeddings")
+        pytest.skip("transformers' class returns other outputs for `inputs_embeds` than for the same `input_ids`")
     assert_close(logits_of(model, rest | {"inputs_embeds": embeddings.clone()}), expected)
     if "token-types" in getattr(type(model).forward, "handles_quirks", ()):
         untyped = {name: value for name, value in rest.items() if not name.endswith("token_type_ids")}

@@ -42,7 +42,7 @@ def test_more_stages_than_layers_raises() -> None:
     ("architecture", "message"),
     [
         ("XLMWithLMHeadModel", "reads more of layer 0 than hidden states"),
-        ("Gemma3nForCausalLM", "hidden states that do not begin with batch and length"),
+        ("Gemma3nForCausalLM", "hidden states do not have the shape"),
     ],
 )
 def test_non_sequential_layers_raise(architecture: str, message: str) -> None:
