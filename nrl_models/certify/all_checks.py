@@ -273,31 +273,31 @@ def _reason_to_leave_out(
 def _run(check: Check, subject: CheckpointUnderTest) -> list[CheckResult]:
     """Run a check. Errors of the checkpoint and the engine fail it; others leave it undecided, with the error."""
     started = time.monotonic()
-    found: list[CheckResult] = []
+    results: list[CheckResult] = []
     try:
         with with_engine.interrupting(subject.deadline):
-            found += check.run(subject)
+            results += check.run(subject)
     except with_engine.OutOfTimeError as error:
-        found += _unreached(check, found, Status.LEFT_OUT, str(error))
+        results += _unreached(check, results, Status.LEFT_OUT, str(error))
     except RefitUnsupportedError as error:
-        found += _unreached(check, found, Status.LEFT_OUT, one_line(error))
+        results += _unreached(check, results, Status.LEFT_OUT, one_line(error))
     except (NRLModelsError, OSError) as error:
         is_failure = shows_fault(error) or check.names == ("files",)
         side = side_of_error(error)
         if check.names != ("files",) and side is not Side.ENGINE:
             side = Side.MODEL  # the files have loaded
         status = Status.FAILED if is_failure else Status.NOT_DECIDED
-        found += _unreached(check, found, status, one_line(error), side if is_failure else None)
+        results += _unreached(check, results, status, one_line(error), side if is_failure else None)
     except Exception as error:  # one check must not end the others, whatever it calls
-        found += _unreached(check, found, Status.NOT_DECIDED, one_line(error))
-    seconds = round((time.monotonic() - started) / max(len(found), 1), 3)
-    return [replace(result, seconds=seconds) for result in found]
+        results += _unreached(check, results, Status.NOT_DECIDED, one_line(error))
+    seconds = round((time.monotonic() - started) / max(len(results), 1), 3)
+    return [replace(result, seconds=seconds) for result in results]
 
 
 def _unreached(
-    check: Check, found: list[CheckResult], status: Status, summary: str, side: Side | None = None
+    check: Check, results: list[CheckResult], status: Status, summary: str, side: Side | None = None
 ) -> list[CheckResult]:
-    done = {result.name for result in found}
+    done = {result.name for result in results}
     is_error = status is not Status.LEFT_OUT
     return [
         CheckResult(name, status, summary, side=side, is_error=is_error) for name in check.names if name not in done

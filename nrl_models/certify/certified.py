@@ -196,8 +196,8 @@ class CheckpointUnderTest:
         options = self.options
         assert options.engine is not None
         length = {"max_length": self.longest + room_to_score(options.engine)} if options.engine in VLLMS else {}
-        own: dict[str, Any] = {"dtype": options.dtype, "seed": options.seed, **length, **more}
-        return start_engine(options.engine, self.folder, **engine_keywords(options.engine_options, **own))
+        keywords: dict[str, Any] = {"dtype": options.dtype, "seed": options.seed, **length, **more}
+        return start_engine(options.engine, self.folder, **engine_keywords(options.engine_options, **keywords))
 
     @cached_property
     def longest(self) -> int:

@@ -48,7 +48,7 @@ def write_first_layers(folder: Path, layers: int, target: Path) -> Path:
         raise CheckpointError(f"cannot select layers of {folder}", [problem])
     config = _config_of_first(folder, layers)
     auto_class = auto_class_for(folder)
-    whole = auto_class.from_config(read_config(folder), device="meta")
+    full_model = auto_class.from_config(read_config(folder), device="meta")
     try:
         cut = auto_class.from_config(config, device="meta")
     except (NRLModelsError, ValueError, KeyError, IndexError) as error:
@@ -57,9 +57,9 @@ def write_first_layers(folder: Path, layers: int, target: Path) -> Path:
             f"cannot select layers of {folder}", [Problem(ProblemKind.CONFIG, "num_hidden_layers", detail)]
         ) from error
     files = open_files(folder)
-    kept, names = adapter_of(cut).hub, adapter_of(whole).hub
-    dropped = {name for name in names if name not in kept} | set(MTPNames(whole).among(files.tensors))
-    parts = {_module(name) for name in dropped} - {_module(name) for name in kept}
+    retained_specs, names = adapter_of(cut).hub, adapter_of(full_model).hub
+    dropped = {name for name in names if name not in retained_specs} | set(MTPNames(full_model).among(files.tensors))
+    parts = {_module(name) for name in dropped} - {_module(name) for name in retained_specs}
     by_file: dict[str, list[str]] = defaultdict(list)
     is_quantized = quantized_part(config) is not None
     problems = []
@@ -68,7 +68,7 @@ def write_first_layers(folder: Path, layers: int, target: Path) -> Path:
         if spellings & dropped or {_module(spelling) for spelling in spellings} & parts:
             continue
         by_file[stored.file].append(key)
-        spec = next((kept[spelling] for spelling in sorted(spellings) if spelling in kept), None)
+        spec = next((retained_specs[spelling] for spelling in sorted(spellings) if spelling in retained_specs), None)
         if spec is not None and tuple(spec.shape) != tuple(stored.shape) and not is_quantized:
             problems.append(stored.problem(ProblemKind.SHAPE, f"{stored.shape} spans all layers"))
     if problems:

@@ -106,17 +106,17 @@ def controls(subject: CheckpointUnderTest) -> Iterator[CheckResult]:
             HFEngine.start(subject.folder, dtype=options.dtype) if options.engine is None else subject.start_engine()
         )
         with engine:
-            found = run_loop(subject.folder, options.dtype, options.device, options.seed, engine=engine)
+            measurements = run_loop(subject.folder, options.dtype, options.device, options.seed, engine=engine)
     else:
-        found = _in_processes(subject, mesh, ranks)
+        measurements = _in_processes(subject, mesh, ranks)
     where = " over " + ", ".join(f"{name}={size}" for name, size in mesh.items()) if mesh else ""
-    yield _at_zero(found, bound, where)
-    yield _second_sync(found, where)
+    yield _at_zero(measurements, bound, where)
+    yield _second_sync(measurements, where)
 
 
-def _at_zero(found: Controls, bound: float, where: str) -> CheckResult:
-    ratio = worst_of(found.ratio, default=0.0)
-    changed = sorted({name for names in found.changed[:-1] for name in names})
+def _at_zero(measurements: Controls, bound: float, where: str) -> CheckResult:
+    ratio = worst_of(measurements.ratio, default=0.0)
+    changed = sorted({name for names in measurements.changed[:-1] for name in names})
     problems = [] if ratio <= bound else [f"ratios of new and old probability differ from 1 by up to {ratio:.2e}"]
     problems += [f"{len(changed)} exported tensors changed: {listed(changed)}"] if changed else []
     return CheckResult.of(
@@ -126,26 +126,26 @@ def _at_zero(found: Controls, bound: float, where: str) -> CheckResult:
         value=ratio,
         bound=bound,
         unit=Unit.MAX_DIFF,
-        compared=found.tokens if all(found.sent) else 0,
+        compared=measurements.tokens if all(measurements.sent) else 0,
         side=Side.MODEL,
         advice="Dropout, sharding or the export changes the model during training.",
     )
 
 
-def _second_sync(found: Controls, where: str) -> CheckResult:
-    problems = [f"sync {number + 1}: {text}" for number, texts in enumerate(found.problems) for text in texts]
-    worst = worst_of(found.error, default=math.inf)
-    if found.error and not worst <= THRESHOLD:
-        number = found.error.index(worst) + 1
+def _second_sync(measurements: Controls, where: str) -> CheckResult:
+    problems = [f"sync {number + 1}: {text}" for number, texts in enumerate(measurements.problems) for text in texts]
+    worst = worst_of(measurements.error, default=math.inf)
+    if measurements.error and not worst <= THRESHOLD:
+        number = measurements.error.index(worst) + 1
         problems.append(f"sync {number}: token_mult_prob_error {shown_error(worst)} between engine and trainer")
-    if found.changed and not found.changed[-1]:
+    if measurements.changed and not measurements.changed[-1]:
         problems.append("no exported tensor changed after a step with a learning rate above 0")
     return CheckResult.of(
         SECOND,
         problems,
-        f"{len(found.error)} syncs arrived; token_mult_prob_error at most {shown_error(worst)}{where}",
-        **token_error(worst if found.error else None, THRESHOLD),
-        compared=sum(found.sent) if found.error and all(found.sent) else 0,
+        f"{len(measurements.error)} syncs arrived; token_mult_prob_error at most {shown_error(worst)}{where}",
+        **token_error(worst if measurements.error else None, THRESHOLD),
+        compared=sum(measurements.sent) if measurements.error and all(measurements.sent) else 0,
         side=Side.ENGINE,
         advice="Weights do not reach the engine as the trainer has them.",
     )
@@ -177,8 +177,8 @@ def run_loop(
     tokens = text_ids(model.config, (BATCH, LENGTH), generator).to(model.device)
     advantages = torch.randn(BATCH, 1, generator=generator).to(model.device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)
-    found = Controls(tokens=tokens[:, 1:].numel())
-    before = _sync(model, engine, tokens, found, {})
+    measurements = Controls(tokens=tokens[:, 1:].numel())
+    before = _sync(model, engine, tokens, measurements, {})
     for rate in RATES:
         optimizer.param_groups[0]["lr"] = rate
         with torch.no_grad(), evaluating(model):
@@ -186,15 +186,15 @@ def run_loop(
         ratio = (token_logprobs(model, tokens).logprobs[:, 1:] - old).exp()
         (-(ratio * advantages).mean()).backward()
         if rate == 0.0:
-            found.ratio.append((ratio.detach() - 1).abs().max().item())
+            measurements.ratio.append((ratio.detach() - 1).abs().max().item())
         optimizer.step()
         optimizer.zero_grad()
-        before = _sync(model, engine, tokens, found, before)
-    return found
+        before = _sync(model, engine, tokens, measurements, before)
+    return measurements
 
 
 def _sync(
-    model: FamilyModel, engine: Engine | None, tokens: torch.Tensor, found: Controls, before: Mapping[str, str]
+    model: FamilyModel, engine: Engine | None, tokens: torch.Tensor, measurements: Controls, before: Mapping[str, str]
 ) -> dict[str, str]:
     """Send the weights to the engine, and compare. Returns the digest of each tensor. All ranks call it."""
     adapter, sent = model.state_dict_adapter, dict[str, str]()
@@ -204,15 +204,15 @@ def _sync(
             pass
     else:
         report = engine.refit(stream, partial=True)
-        found.problems.append(refit_problems(report, sent, adapter.export_plan()))
-    found.sent.append(len(sent))
+        measurements.problems.append(refit_problems(report, sent, adapter.export_plan()))
+    measurements.sent.append(len(sent))
     if before:
-        found.changed.append([name for name, digest in sent.items() if before.get(name) != digest])
+        measurements.changed.append([name for name, digest in sent.items() if before.get(name) != digest])
     with torch.no_grad(), evaluating(model):
         ours = token_logprobs(model, tokens).logprobs[:, 1:].double().cpu()
     if engine is not None:
         theirs = torch.tensor(engine.score(tokens.tolist(), Sampling()), dtype=torch.float64)[:, 1:]
-        found.error.append(token_mult_prob_error(ours, theirs))
+        measurements.error.append(token_mult_prob_error(ours, theirs))
     return sent
 
 
@@ -245,10 +245,10 @@ def _rank(
     devices = init_device_mesh("cpu", tuple(mesh.values()), mesh_dim_names=tuple(mesh))
     try:
         with HFEngine.start(folder, dtype=dtype) if rank == 0 else nullcontext() as engine:
-            found = run_loop(folder, dtype, "cpu", seed, engine=engine, mesh=devices)
+            measurements = run_loop(folder, dtype, "cpu", seed, engine=engine, mesh=devices)
     except NRLModelsError as error:
         write_whole(Path(out) / ERROR, pickle.dumps(error))
         raise
     if rank == 0:
-        (Path(out) / "controls.json").write_text(json.dumps(asdict(found)))
+        (Path(out) / "controls.json").write_text(json.dumps(asdict(measurements)))
     dist.destroy_process_group()

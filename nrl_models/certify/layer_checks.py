@@ -30,8 +30,8 @@ DRAFT_TOKENS = 8
 def draft_layers(subject: CheckpointUnderTest) -> Iterator[CheckResult]:
     """Check that draft layers load, run, and are exported and saved unchanged."""
     name, model = "draft layers", subject.model
-    names, kept = MTPNames(model), kept_by(model, mtp_only=True)
-    stored = {key: tensor.read() for key, tensor in kept.items()}
+    names, draft_tensors = MTPNames(model), kept_by(model, mtp_only=True)
+    stored = {key: tensor.read() for key, tensor in draft_tensors.items()}
     if not stored:
         declared = names.announced if names.known else 0
         if declared:
@@ -53,12 +53,12 @@ def draft_layers(subject: CheckpointUnderTest) -> Iterator[CheckResult]:
     side = Side.FILES if any(problems.values()) else Side.MODEL
     for where, tensors in {"exported": exported, "saved": saved}.items():
         problems[f"not {where} unchanged"] = [key for key in stored if not _is_equal(tensors.get(key), stored[key])]
-    found = [f"{problem}: {listed(keys)}" for problem, keys in problems.items() if keys]
-    if not found and (error := _cannot_run(again)):
-        found, side = [error], Side.FILES
+    messages = [f"{problem}: {listed(keys)}" for problem, keys in problems.items() if keys]
+    if not messages and (error := _cannot_run(again)):
+        messages, side = [error], Side.FILES
     yield CheckResult.of(
         name,
-        found,
+        messages,
         f"{len(stored)} tensors load, and are exported and saved unchanged",
         compared=len(stored),
         side=side,

@@ -54,7 +54,7 @@ def write_html(certificate: Certificate, file: Path) -> None:
         file,
         "nrl_models.certify",
         certificate=certificate,
-        sections=[(title, found) for status, title in SECTIONS if (found := certificate.with_status(status))],
+        sections=[(title, results) for status, title in SECTIONS if (results := certificate.with_status(status))],
         color=COLORS[certificate.answer],
         options={OPTIONS[name]: _shown(name, value) for name, value in certificate.options.items()},
         plotted={name: plots for name, plots in plotted.items() if plots},

@@ -97,15 +97,15 @@ def prefix_caching(subject: CheckpointUnderTest) -> Iterator[CheckResult]:
     usual = len(prompts.counting(count)), new
     length, new = fitting_lengths(subject.longest, None, None, usual=usual, turns=2)
     prompt, _ = counting_prompt(prompts.counting, count, length)
-    found = diagnose_prefix_caching(engine, subject.name, prompt, new_tokens=new, threshold=THRESHOLD)
-    metrics = found.measured.get("against_prefill", {})
+    diagnosis = diagnose_prefix_caching(engine, subject.name, prompt, new_tokens=new, threshold=THRESHOLD)
+    metrics = diagnosis.measured.get("against_prefill", {})
     error = metrics.get("token_mult_prob_error")
-    summary = found.lines[-1]
+    summary = diagnosis.lines[-1]
     if error is not None:
         summary = f"token_mult_prob_error {shown_error(error)} between cached tokens and a prefill of all tokens"
     yield CheckResult.of(
         name,
-        [] if found.passed else [summary],
+        [] if diagnosis.passed else [summary],
         summary,
         **token_error(error, THRESHOLD),
         compared=metrics.get("tokens", 0),
@@ -137,8 +137,8 @@ def longest_length(subject: CheckpointUnderTest) -> Iterator[CheckResult]:
     known = engine.capabilities()
     if known.own_limit and known.max_length is not None:
         prompt = subject.prompts.make(cell, known.max_length - 4, settings.seed)[0]
-        found = diagnose_max_model_len(engine, subject.name, prompt, prompt_tokens=len(prompt))
-        problems += [] if found.passed else [found.lines[-1]]
+        diagnosis = diagnose_max_model_len(engine, subject.name, prompt, prompt_tokens=len(prompt))
+        problems += [] if diagnosis.passed else [diagnosis.lines[-1]]
     verdict = result.verdict.summary if result.verdict else ""
     yield of_cells(subject, "longest length", [result], problems, verdict, side)
 
@@ -248,7 +248,7 @@ def _raw_images(subject: CheckpointUnderTest) -> tuple[list[float], int, float, 
             file = Path(folder) / f"{number}.png"
             Image.linear_gradient("L").resize(size).convert("RGB").save(file)
             prompts.append(file_prompt(processor, file, "What is this?"))
-    found = compare_images(
+    comparisons = compare_images(
         subject.engine,  # type: ignore[arg-type]  # raw images: vLLM
         subject.trainer,
         processor,
@@ -257,9 +257,9 @@ def _raw_images(subject: CheckpointUnderTest) -> tuple[list[float], int, float, 
         threshold=THRESHOLD,
         new_tokens=NEW_TOKENS,
     )
-    faults = [str(comparison.fault) for comparison in found if comparison.fault]
-    errors = [comparison.worst for comparison in found]
-    return errors, sum(comparison.new_tokens for comparison in found), found[0].bound, faults
+    faults = [str(comparison.fault) for comparison in comparisons if comparison.fault]
+    errors = [comparison.worst for comparison in comparisons]
+    return errors, sum(comparison.new_tokens for comparison in comparisons), comparisons[0].bound, faults
 
 
 def _image_tensors(subject: CheckpointUnderTest) -> tuple[list[float], int, float, list[str]]:

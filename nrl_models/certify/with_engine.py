@@ -97,7 +97,7 @@ def refits(subject: CheckpointUnderTest) -> Iterator[CheckResult]:
         if subject.deadline is not None and time.monotonic() > subject.deadline:
             raise OutOfTimeError(f"no time left: the budget ended before this step: {step}")
 
-    found = check_refit(
+    checker = check_refit(
         subject.folder,
         engine=options.engine,
         dtype=options.dtype,
@@ -106,12 +106,12 @@ def refits(subject: CheckpointUnderTest) -> Iterator[CheckResult]:
         engine_options=dict(options.engine_options),
         note=note,
     )
-    for name, step in zip(REFITS, found.steps, strict=False):
+    for name, step in zip(REFITS, checker.steps, strict=False):
         verdict = step.result.verdict
         side = (None if step.problems else side_of_verdict(verdict)) or Side.ENGINE
         result = of_cells(subject, name, [step.result], step.faults, verdict.summary if verdict else "", side)
         yield result if step.report.digests else replace(result, summary=f"{result.summary}; {NO_DIGESTS}")
-    for name in REFITS[len(found.steps) :]:
+    for name in REFITS[len(checker.steps) :]:
         yield CheckResult(name, Status.NOT_DECIDED, "not reached: the first refit failed")
 
 

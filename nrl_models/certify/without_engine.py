@@ -190,16 +190,16 @@ def _left_padded(model: PreTrainedModel, sequences: list[torch.Tensor]) -> list[
     for row, sequence in enumerate(sequences):
         input_ids[row, longest - len(sequence) :] = sequence
         mask[row, longest - len(sequence) :] = 1
-    found = _own_logprobs(model, input_ids, attention_mask=mask, position_ids=token_positions(mask))
-    return [row[longest - len(sequence) :] for row, sequence in zip(found, sequences, strict=True)]
+    logprobs = _own_logprobs(model, input_ids, attention_mask=mask, position_ids=token_positions(mask))
+    return [row[longest - len(sequence) :] for row, sequence in zip(logprobs, sequences, strict=True)]
 
 
 def _packed(model: PreTrainedModel, sequences: list[torch.Tensor], **inputs: torch.Tensor) -> list[torch.Tensor]:
     """Pack sequences into one row with restarting positions. Returns log-probabilities of each."""
     positions = torch.cat([torch.arange(len(sequence)) for sequence in sequences])
-    found = _own_logprobs(model, torch.cat(sequences)[None], position_ids=positions[None], **inputs)[0]
+    logprobs = _own_logprobs(model, torch.cat(sequences)[None], position_ids=positions[None], **inputs)[0]
     ends = torch.tensor([len(sequence) for sequence in sequences]).cumsum(0).tolist()
-    return [found[end - len(sequence) : end - 1] for end, sequence in zip(ends, sequences, strict=True)]
+    return [logprobs[end - len(sequence) : end - 1] for end, sequence in zip(ends, sequences, strict=True)]
 
 
 def _difference(name: str, expected: list[torch.Tensor], actual: list[torch.Tensor], bound: float) -> CheckResult:
@@ -242,10 +242,10 @@ def sharding(subject: CheckpointUnderTest) -> Iterator[CheckResult]:
 
 def embeddings(subject: CheckpointUnderTest) -> Iterator[CheckResult]:
     """Find embedding rows that were never trained. They are listed, and do not fail the check."""
-    found = diagnose_embeddings(subject.folder, tokenizer=load_tokenizer(subject.folder))
-    rows = sum(summary["shape"][0] for summary in found.measured["embeddings"])
-    summary = "no untrained rows" if found.passed else "some rows look untrained: keep their tokens out of prompts"
-    advice = "" if found.passed else "`nrl-models diagnose embeddings` lists them."
+    diagnosis = diagnose_embeddings(subject.folder, tokenizer=load_tokenizer(subject.folder))
+    rows = sum(summary["shape"][0] for summary in diagnosis.measured["embeddings"])
+    summary = "no untrained rows" if diagnosis.passed else "some rows look untrained: keep their tokens out of prompts"
+    advice = "" if diagnosis.passed else "`nrl-models diagnose embeddings` lists them."
     yield CheckResult("embeddings", status_of(failed=False, compared=rows), summary, compared=rows, advice=advice)
 
 

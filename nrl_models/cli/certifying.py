@@ -269,11 +269,11 @@ def _verify(file: Path, path: Path, json_file: Path | None, **required: Any) -> 
     from nrl_models.certify import Validity
     from nrl_models.certify import verify as run
 
-    found = run(file, path, **required)
-    answer = f"; the answer is: {found.answer}" if found.answer else ""
-    show(f"{found.validity.upper()}: {file} for {path}{answer}")
-    for reason in found.reasons:
+    verification = run(file, path, **required)
+    answer = f"; the answer is: {verification.answer}" if verification.answer else ""
+    show(f"{verification.validity.upper()}: {file} for {path}{answer}")
+    for reason in verification.reasons:
         show(f"  {reason}")
-    write_json(json_file, asdict(found))
-    if found.validity is not Validity.VALID:
+    write_json(json_file, asdict(verification))
+    if verification.validity is not Validity.VALID:
         raise typer.Exit(1)

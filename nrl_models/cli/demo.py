@@ -314,14 +314,14 @@ def _generated(checkpoint: Path, prompts: list[torch.Tensor]) -> Iterator[Parity
 def _consistent(checkpoint: Path, measured: Path) -> ParityRow:
     """Compare log-probabilities of our model on text that transformers' model generates, in fp32."""
     settings = Settings(lengths=(64,), batches=(2,), data=("real",), modes=("sampling",), threshold=1.0001)
-    found = check_consistency(
+    report = check_consistency(
         checkpoint, engine="hf-generate", settings=settings, out=measured, dtype=torch.float32, fresh=True
     )
-    errors = [result.worst[1] for result in found.results]
+    errors = [result.worst[1] for result in report.results]
     return ParityRow(
         "log-probabilities of generated text",
-        found.passed,
-        f"token_mult_prob_error {shown_error(max(errors))}" if errors else found.error,
+        report.passed,
+        f"token_mult_prob_error {shown_error(max(errors))}" if errors else report.error,
         f"at most {settings.threshold}",
         "batch 2, 64 tokens, temperature 0.8",
         value=max(errors, default=None),

@@ -329,6 +329,6 @@ def prefix_caching(
     if not engine_python:
         _show(diagnose(), json_file)
         return
-    found = diagnose_versions(engine_python, lambda python: diagnose(python=str(python)), show)
-    show(found.summary)
-    show_report(found, json_file)
+    versions = diagnose_versions(engine_python, lambda python: diagnose(python=str(python)), show)
+    show(versions.summary)
+    show_report(versions, json_file)

@@ -113,18 +113,20 @@ def _walk(path: Path) -> Iterator[str]:
 
 
 def _stat(file: str) -> list[Any]:
-    found = os.stat(file)
-    times = [] if stat.S_ISDIR(found.st_mode) else [found.st_size, found.st_mtime_ns, found.st_ctime_ns]
-    return [file, os.path.realpath(file), found.st_ino, *times]
+    file_stat = os.stat(file)
+    times = [] if stat.S_ISDIR(file_stat.st_mode) else [file_stat.st_size, file_stat.st_mtime_ns, file_stat.st_ctime_ns]
+    return [file, os.path.realpath(file), file_stat.st_ino, *times]
 
 
 def _distributions() -> list[tuple[str, int]]:
     """Return the metadata directories of installed packages, whose names have versions, and when they were written."""
-    found = []
+    distributions = []
     for folder in sys.path:
         with suppress(OSError), os.scandir(folder or ".") as entries:
-            found += [(entry.path, entry.stat().st_mtime_ns) for entry in entries if entry.name.endswith("-info")]
-    return sorted(found)
+            distributions += [
+                (entry.path, entry.stat().st_mtime_ns) for entry in entries if entry.name.endswith("-info")
+            ]
+    return sorted(distributions)
 
 
 @contextmanager

@@ -95,22 +95,22 @@ class UntrainedRows:
 
 
 def untrained_rows(
-    weight: torch.Tensor, found: RowStatistics, *, near_zero: float, identical: float, padding: int | None = None
+    weight: torch.Tensor, row_stats: RowStatistics, *, near_zero: float, identical: float, padding: int | None = None
 ) -> UntrainedRows:
     """Find the untrained rows of `weight`, `(vocab_size, hidden_size)`.
 
     Args:
         weight: The embedding.
-        found: Statistics of the rows.
+        row_stats: Statistics of the rows.
         near_zero, identical: Thresholds of the guide.
         padding: Row that may be zero.
     """
-    if padding is not None and not (padding < len(weight) and found.largest[padding] == 0):
+    if padding is not None and not (padding < len(weight) and row_stats.largest[padding] == 0):
         padding = None
-    broken = ~found.largest.isfinite()
-    zero, constant = found.largest < near_zero, found.deviation < identical
-    flat = found.deviation < SMALL * found.deviation.nanmedian()
-    mean = at_the_mean(weight, found.mean)
+    broken = ~row_stats.largest.isfinite()
+    zero, constant = row_stats.largest < near_zero, row_stats.deviation < identical
+    flat = row_stats.deviation < SMALL * row_stats.deviation.nanmedian()
+    mean = at_the_mean(weight, row_stats.mean)
     for mask in (zero, constant, flat, mean):
         if padding is not None:
             mask[padding] = False
@@ -124,7 +124,7 @@ def untrained_rows(
         flat=flat.nonzero()[:, 0].tolist(),
         at_mean=mean.nonzero()[:, 0].tolist(),
         duplicates=duplicates(weight, degenerate),
-        clusters=clusters(weight, found.mean, degenerate),
+        clusters=clusters(weight, row_stats.mean, degenerate),
         padding=padding,
     )
 
@@ -171,21 +171,21 @@ def summarize(
     padding: int | None = None,
 ) -> EmbeddingSummary:
     """Find the untrained rows of `weight`, `(vocab_size, hidden_size)`. The row `padding` may be zero."""
-    found = statistics(weight)
-    untrained = untrained_rows(weight, found, near_zero=near_zero, identical=identical, padding=padding)
+    row_stats = statistics(weight)
+    untrained = untrained_rows(weight, row_stats, near_zero=near_zero, identical=identical, padding=padding)
     healthy = torch.ones(len(weight), dtype=torch.bool)
     healthy[[*untrained.all, *([] if untrained.padding is None else [untrained.padding])]] = False
     count = max(int(healthy.sum()) * weight.shape[1], 1)
-    variance = found.squares[healthy].sum() / count - (found.total[healthy].sum() / count) ** 2
+    variance = row_stats.squares[healthy].sum() / count - (row_stats.total[healthy].sum() / count) ** 2
     return EmbeddingSummary(
         kind=kind,
         key=key,
         shape=(weight.shape[0], weight.shape[1]),
         dtype=weight.dtype,
         untrained=untrained,
-        mean_abs=found.absolute.sum().item() / max(weight.numel(), 1),
-        max_abs=found.largest.max().item(),
-        std_range=(found.deviation.min().item(), found.deviation.max().item()),
+        mean_abs=row_stats.absolute.sum().item() / max(weight.numel(), 1),
+        max_abs=row_stats.largest.max().item(),
+        std_range=(row_stats.deviation.min().item(), row_stats.deviation.max().item()),
         healthy_std=max(variance.item(), 0.0) ** 0.5,
     )
 
@@ -198,18 +198,18 @@ def blocks(weight: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
 
 def statistics(weight: torch.Tensor) -> RowStatistics:
     """Compute the statistics of `weight`, `(vocab_size, hidden_size)`."""
-    found, column_sums, summed = [], torch.zeros(weight.shape[1], dtype=torch.float64), 0
+    block_stats, column_sums, summed = [], torch.zeros(weight.shape[1], dtype=torch.float64), 0
     for _, rows in blocks(weight):
         # Sum in fp64, because fp32 sums of squares lose small deviations.
         sums = [(rows.abs()).sum(1, dtype=torch.float64), rows.sum(1, dtype=torch.float64)]
         squares = rows.square().sum(1, dtype=torch.float64)
         largest = rows.abs().amax(1)
-        found.append(torch.stack([largest.double(), rows.std(dim=1, correction=0).double(), *sums, squares]))
+        block_stats.append(torch.stack([largest.double(), rows.std(dim=1, correction=0).double(), *sums, squares]))
         finite = largest.isfinite()
         healthy = rows if finite.all() else rows[finite]
         column_sums += healthy.sum(0, dtype=torch.float64)
         summed += len(healthy)
-    largest, deviation, absolute, total, sums_of_squares = torch.cat(found, dim=1)
+    largest, deviation, absolute, total, sums_of_squares = torch.cat(block_stats, dim=1)
     mean = column_sums / max(summed, 1)
     return RowStatistics(largest, deviation, absolute, total, sums_of_squares, mean)
 
@@ -268,15 +268,15 @@ def _centers(weight: torch.Tensor, mean: torch.Tensor, skipped: torch.Tensor) ->
     # Projected cosines are off by some hundredths. Two rows of a cluster may have the square of its bound.
     bound = SAME_DIRECTION**2 - 0.1
     neighbors = torch.cat([(part @ low.T > bound).sum(1) for part in low.split(1024)])
-    found: list[torch.Tensor] = []
+    centers: list[torch.Tensor] = []
     left = torch.ones(len(sample), dtype=torch.bool)
     fewest = max(2, SMALLEST_CLUSTER * len(sample) // max(len(weight), 1) // 2)
-    while len(found) < MOST_CLUSTERS and left.any():
+    while len(centers) < MOST_CLUSTERS and left.any():
         peak = torch.where(left, neighbors, 0).argmax()
         near = (low @ low[peak] > bound) & left
         if near.sum() < fewest:
             break
         members = torch.nn.functional.normalize(weight[sample[near]].float() - mean.float())
-        found.append(torch.nn.functional.normalize(members.mean(0), dim=0))
+        centers.append(torch.nn.functional.normalize(members.mean(0), dim=0))
         left &= ~near
-    return torch.stack(found) if found else torch.zeros(0, hidden)
+    return torch.stack(centers) if centers else torch.zeros(0, hidden)

@@ -89,9 +89,9 @@ def diagnose_embeddings(
     config, names = read_config(folder).get_text_config(), token_names(tokenizer)
     result = Diagnosis("embeddings", str(path))
     with closing(open_files(folder)) as files:
-        found, tied = find_embeddings(folder, files)
+        embedding_keys, tied = find_embeddings(folder, files)
         summaries: list[EmbeddingSummary] = []
-        for kind, (key, *copies) in found.items():
+        for kind, (key, *copies) in embedding_keys.items():
             if summaries and summaries[0].key == key:
                 summaries.append(replace(summaries[0], kind=kind))
                 continue
@@ -209,56 +209,56 @@ def _lines(
     identical: float,
     names: Callable[[Sequence[int]], str],
 ) -> Iterator[str]:
-    found, count = summary.untrained, summary.shape[0]
+    untrained, count = summary.untrained, summary.shape[0]
     yield f"{summary.kind} embeddings: {summary.key}, shape {summary.shape}, {dtype_name(summary.dtype)}"
 
-    def counted(what: str, rows: int) -> str:
-        return f"{what}: {rows}/{count} ({rows / max(count, 1):.1%})"
+    def counted(title: str, rows: int) -> str:
+        return f"{title}: {rows}/{count} ({rows / max(count, 1):.1%})"
 
     def listed(rows: Sequence[int], label: str = "Indices") -> Iterator[str]:
         yield f"  {label}: {ranges(rows)}"
         if named := names(rows):
             yield f"  Tokens: {named}"
 
-    for rows, what in (
-        (found.not_finite, "Embeddings with NaN or infinite values"),
-        (found.near_zero, f"Near-zero embeddings (abs < {near_zero:.2e})"),
-        (found.identical, f"Identical embeddings (std < {identical:.2e})"),
-        (found.flat, f"Flat embeddings (std < {SMALL:.0%} of the median)"),
-        (found.at_mean, f"Embeddings at the mean (distance < {SMALL:.0%} of the median)"),
+    for rows, title in (
+        (untrained.not_finite, "Embeddings with NaN or infinite values"),
+        (untrained.near_zero, f"Near-zero embeddings (abs < {near_zero:.2e})"),
+        (untrained.identical, f"Identical embeddings (std < {identical:.2e})"),
+        (untrained.flat, f"Flat embeddings (std < {SMALL:.0%} of the median)"),
+        (untrained.at_mean, f"Embeddings at the mean (distance < {SMALL:.0%} of the median)"),
     ):
-        yield counted(what, len(rows))
+        yield counted(title, len(rows))
         if rows:
             yield from listed(rows)
-    for groups, what in (
-        (found.duplicates, "Duplicate embeddings (equal bit for bit)"),
-        (found.clusters, f"Clustered embeddings (cosine > {SAME_DIRECTION:g} with a center)"),
+    for groups, title in (
+        (untrained.duplicates, "Duplicate embeddings (equal bit for bit)"),
+        (untrained.clusters, f"Clustered embeddings (cosine > {SAME_DIRECTION:g} with a center)"),
     ):
-        yield counted(what, sum(map(len, groups)))
+        yield counted(title, sum(map(len, groups)))
         for group in groups[:SHOWN_GROUPS]:
             yield from listed(group, f"{len(group)} rows")
         if len(groups) > SHOWN_GROUPS:
             yield f"  ... and {len(groups) - SHOWN_GROUPS} more groups"
-    if found.padding is not None:
-        yield f"Row {found.padding} is the padding token's, and zero, as transformers leaves it: not counted"
+    if untrained.padding is not None:
+        yield f"Row {untrained.padding} is the padding token's, and zero, as transformers leaves it: not counted"
     low, high = summary.std_range
     yield (
         f"Statistics: mean_abs={summary.mean_abs:.6f}, max_abs={summary.max_abs:.6f}, std_range=[{low:.6f}, {high:.6f}]"
     )
-    if not found.all:
+    if not untrained.all:
         yield "No untrained rows found"
         return
     also = {
-        "flat": len(found.flat),
-        "mean": len(found.at_mean),
-        "duplicate": sum(map(len, found.duplicates)),
-        "clustered": sum(map(len, found.clusters)),
+        "flat": len(untrained.flat),
+        "mean": len(untrained.at_mean),
+        "duplicate": sum(map(len, untrained.duplicates)),
+        "clustered": sum(map(len, untrained.clusters)),
     }
     yield ", ".join(
         [
-            f"Potential issues: {len(found.near_zero)} near-zero embeddings",
-            f"{len(found.identical)} identical embeddings",
-            *(f"{number} {what} embeddings" for what, number in also.items() if number),
+            f"Potential issues: {len(untrained.near_zero)} near-zero embeddings",
+            f"{len(untrained.identical)} identical embeddings",
+            *(f"{number} {kind} embeddings" for kind, number in also.items() if number),
         ]
     )
 

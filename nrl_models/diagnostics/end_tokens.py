@@ -57,7 +57,7 @@ def compare_end_tokens(
     turn_end = turn_end_token(tokenizer)
     wrong, doubtful = [], []
     for name in sources:
-        tokens, others = sources[name], {other: found for other, found in sources.items() if other != name}
+        tokens, others = sources[name], {other: ids for other, ids in sources.items() if other != name}
         if not _is_odd(tokens, others):
             continue
         text = f"{_named(name, tokens)}, but {' and '.join(_named(*other) for other in others.items())}"
@@ -96,7 +96,7 @@ def turn_end_token(tokenizer: Any) -> int | None:
 
 def _is_odd(tokens: set[int], others: Mapping[str, set[int]]) -> bool:
     """Return True if tokens occur in no other source."""
-    return bool(others) and not any(tokens & found for found in others.values())
+    return bool(others) and not any(tokens & ids for ids in others.values())
 
 
 def _named(name: str, tokens: Collection[int]) -> str:

@@ -127,20 +127,20 @@ def diagnose_decode_vs_prefill(
     result = Diagnosis("decode-vs-prefill", subject)
     samples = engine.generate(prompts, Sampling(), max_new_tokens=new_tokens, seed=seed)
     sequences = _against_prefill(engine, samples, new_tokens)
-    for index, (sample, found) in enumerate(zip(samples, sequences, strict=True)):
+    for index, (sample, metrics) in enumerate(zip(samples, sequences, strict=True)):
         result.say(
-            f"prompt {index}: {len(sample.prompt)} tokens, {found.tokens} generated: mean exp(|decode - prefill|) = "
-            f"{shown_error(found.token_mult_prob_error)}, largest difference {found.max:.2e}"
-            + (f", {found.nan} NaN" if found.nan else "")
-            + (f", {found.trainer_infinite} with probability 0 in the prefill" if found.trainer_infinite else "")
+            f"prompt {index}: {len(sample.prompt)} tokens, {metrics.tokens} generated: mean exp(|decode - prefill|) = "
+            f"{shown_error(metrics.token_mult_prob_error)}, largest difference {metrics.max:.2e}"
+            + (f", {metrics.nan} NaN" if metrics.nan else "")
+            + (f", {metrics.trainer_infinite} with probability 0 in the prefill" if metrics.trainer_infinite else "")
         )
     bad = [
         index
-        for index, found in enumerate(sequences)
-        if not found.token_mult_prob_error < threshold or found.impossible(Sampling())
+        for index, metrics in enumerate(sequences)
+        if not metrics.token_mult_prob_error < threshold or metrics.impossible(Sampling())
     ]
-    result.measured = {"threshold": threshold, "sequences": [found.to_json() for found in sequences]}
-    errors = (found.token_mult_prob_error for found in sequences)
+    result.measured = {"threshold": threshold, "sequences": [metrics.to_json() for metrics in sequences]}
+    errors = (metrics.token_mult_prob_error for metrics in sequences)
     result.value = max(errors, key=last_if_nan, default=None)
     result.bound, result.unit = threshold, Unit.TOKEN_MULT_PROB_ERROR
     return result.finish(f"decoding and prefill differ for prompts {bad}, threshold {threshold:g}" if bad else "")
@@ -208,16 +208,16 @@ def diagnose_precision(
 def _part(rows: Sequence[Sequence[float]], samples: Sequence[Sample], part: str) -> torch.Tensor:
     """Return log-probabilities of the prompts (without their first tokens), or of the generated tokens."""
     lengths = [len(sample.prompt) for sample in samples]
-    places = [slice(1, length) if part == "prompt" else slice(length, None) for length in lengths]
-    return padded([row[place] for row, place in zip(rows, places, strict=True)])
+    slices = [slice(1, length) if part == "prompt" else slice(length, None) for length in lengths]
+    return padded([row[part_slice] for row, part_slice in zip(rows, slices, strict=True)])
 
 
 def _compare(
     result: Diagnosis, name: str, expected: torch.Tensor, actual: torch.Tensor, tolerance: float
 ) -> dict[str, Any]:
     present = ~(expected.isnan() & actual.isnan())  # shorter sequences are padded with NaN
-    wanted, given = expected[present], actual[present]
-    mismatched = int((~given.isclose(wanted, rtol=tolerance, atol=tolerance)).sum())
+    expected_logprobs, actual_logprobs = expected[present], actual[present]
+    mismatched = int((~actual_logprobs.isclose(expected_logprobs, rtol=tolerance, atol=tolerance)).sum())
     result.say("=" * 100)
     try:
         numpy.testing.assert_allclose(actual.numpy(), expected.numpy(), rtol=tolerance, atol=tolerance)
@@ -231,8 +231,8 @@ def _compare(
         "comparison": name,
         "close": mismatched == 0,
         "mismatched": mismatched,
-        "elements": wanted.numel(),
-        "max_diff": max((wanted - given).abs().nan_to_num(nan=math.inf).tolist(), default=0.0),
+        "elements": expected_logprobs.numel(),
+        "max_diff": max((expected_logprobs - actual_logprobs).abs().nan_to_num(nan=math.inf).tolist(), default=0.0),
     }
 
 
@@ -288,21 +288,23 @@ def diagnose_prefix_caching(
         result.value = nan
         if nan:
             result.say(f"  Sample logprobs from iteration {iteration}:")
-            places = [*range(min(SHOWN_TOKENS, len(sample.tokens))), len(sample.tokens) - 1]
-            for place in dict.fromkeys(places):
-                text = f" decoded={decode([sample.tokens[place]])!r}" if decode is not None else ""
-                result.say(f"    token[{place}] id={sample.tokens[place]}: logprob={sample.logprobs[place]}{text}")
+            positions = [*range(min(SHOWN_TOKENS, len(sample.tokens))), len(sample.tokens) - 1]
+            for position in dict.fromkeys(positions):
+                text = f" decoded={decode([sample.tokens[position]])!r}" if decode is not None else ""
+                result.say(
+                    f"    token[{position}] id={sample.tokens[position]}: logprob={sample.logprobs[position]}{text}"
+                )
             count = f"{nan}/{len(sample.tokens)} logprobs"
             broken = "prefix caching is broken" + (f" in vLLM {version}" if version else "")
             return result.finish(f"{count} are NaN on iteration {iteration} ({broken})")
         tokens = sample.sequence
-    (found,) = _against_prefill(engine, [sample], new_tokens)
-    compared = f"token_mult_prob_error {shown_error(found.token_mult_prob_error)}"
-    if impossible := found.impossible(Sampling()):
+    (metrics,) = _against_prefill(engine, [sample], new_tokens)
+    compared = f"token_mult_prob_error {shown_error(metrics.token_mult_prob_error)}"
+    if impossible := metrics.impossible(Sampling()):
         compared += f", {impossible} tokens with probability 0 or NaN"
     result.say(f"  compared with one prefill without the cache: {compared}")
-    result.measured |= {"against_prefill": found.to_json(), "threshold": threshold}
-    result.value, result.bound, result.unit = found.token_mult_prob_error, threshold, Unit.TOKEN_MULT_PROB_ERROR
-    agrees = found.token_mult_prob_error <= threshold and not impossible
+    result.measured |= {"against_prefill": metrics.to_json(), "threshold": threshold}
+    result.value, result.bound, result.unit = metrics.token_mult_prob_error, threshold, Unit.TOKEN_MULT_PROB_ERROR
+    agrees = metrics.token_mult_prob_error <= threshold and not impossible
     differs = f"cached tokens and one prefill differ: {compared}, threshold {threshold:g}"
     return result.finish("" if agrees else differs)

@@ -151,12 +151,12 @@ def doubtful_weights(model: nn.Module) -> list[str]:
         matrices = {name: scale for name, scale in group.items() if scale and name not in norms}
         least = min(matrices.values(), default=0.0)
         large += [name for name, scale in matrices.items() if scale > LARGEST_RATIO * least]
-    found = {
+    problems = {
         "zero weights": zero,
         "equal weights": equal,
         f"weights {LARGEST_RATIO} times as large as in another layer": large,
     }
-    return [f"{problem}: {listed(names, limit=4)}" for problem, names in found.items() if names]
+    return [f"{problem}: {listed(names, limit=4)}" for problem, names in problems.items() if names]
 
 
 def _matrices(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

@@ -46,7 +46,7 @@ def contradicting_rope(config: PreTrainedConfig) -> list[str]:
         config: The text configuration.
     """
     longest = _positive(getattr(config, "max_position_embeddings", None))
-    found = []
+    problems = []
     for key, parameters in _rope_parameters(config):
         factor = _positive(parameters.get("factor"))
         original = _positive(parameters.get("original_max_position_embeddings"))
@@ -57,12 +57,12 @@ def contradicting_rope(config: PreTrainedConfig) -> list[str]:
         if ratio < EXTENDED or factor * original in [getattr(config, name, None) for name in LENGTHS]:
             continue
         if not math.isclose(ratio, factor, rel_tol=0.01):
-            found.append(
+            problems.append(
                 f"config.json {key}.factor is {factor:g}, but max_position_embeddings {longest} / "
                 f"original_max_position_embeddings {original} is {ratio:g}: set the factor to {ratio:g}, or "
                 f"max_position_embeddings to {round(factor * original)}"
             )
-    return found
+    return problems
 
 
 def _positive(value: object) -> float | None:

@@ -77,7 +77,7 @@ def diagnose_versions(
         diagnose: Runs the diagnostic in one environment.
         show: Prints a line.
     """
-    found = []
+    diagnoses = []
     for environment in environments:
         show(f"== {environment}")
         try:
@@ -86,5 +86,5 @@ def diagnose_versions(
             diagnosis = Diagnosis("", "", Outcome.INCOMPLETE, str(error).splitlines())
         for line in diagnosis.lines:
             show(line)
-        found.append((environment, diagnosis))
-    return Versions(tuple(found))
+        diagnoses.append((environment, diagnosis))
+    return Versions(tuple(diagnoses))

@@ -134,9 +134,9 @@ def load_reference(
     if weights:
         reference: Any = again_if_replaced(path, lambda: _with_weights(reference_class, model, path, dtype, attention))
     else:
-        own = model.config.dtype if dtype == "auto" else dtype
+        reference_dtype = model.config.dtype if dtype == "auto" else dtype
         with BUILDING:
-            reference = reference_class._from_config(model.config, dtype=own, **attention)
+            reference = reference_class._from_config(model.config, dtype=reference_dtype, **attention)
     return reference.to(device).eval()
 
 
@@ -148,19 +148,19 @@ def _with_weights(
     attention: Mapping[str, Any],
 ) -> PreTrainedModel:
     """Load the reference model once, from one generation of the checkpoint."""
-    with one_generation(path) as (found, watch):
-        source, keywords = upstream_source(found)
+    with one_generation(path) as (folder, watch):
+        source, keywords = upstream_source(folder)
         options: dict[str, Any] = {"dtype": dtype, **attention, **keywords}
         is_gguf = "gguf_file" in keywords
         if not is_gguf:
-            watch.saw(require_readable(found))
+            watch.saw(require_readable(folder))
             options["use_safetensors"] = True  # never a pickle
         # transformers loads with defaults if this file cannot be read.
-        generation = None if is_gguf else generation_config(reference_class, found)
+        generation = None if is_gguf else generation_config(reference_class, folder)
         keywords.pop("quantization_config", None)
         # transformers ignores some metadata of GGUF files that affects the computation.
         config = copy.deepcopy(model.config) if is_gguf else type(model.config).from_pretrained(source, **keywords)
-        dequantized = _plain_weights(found, config) if is_compressed(config) else None
+        dequantized = _plain_weights(folder, config) if is_compressed(config) else None
         if dequantized is not None:
             options["state_dict"] = dequantized
         with BUILDING:
@@ -170,7 +170,7 @@ def _with_weights(
         if dequantized and generation is not None:
             reference.generation_config = generation
     if not is_gguf:
-        reference.name_or_path = reference.config.name_or_path = str(path)  # a publish moves the files in `found`
+        reference.name_or_path = reference.config.name_or_path = str(path)  # a publish moves the files in `folder`
     return reference
 
 

@@ -120,15 +120,15 @@ def compare_state_dicts(
     return result
 
 
-def _lines(found: StateDictComparison, parameters: int) -> Iterator[str]:
+def _lines(comparison: StateDictComparison, parameters: int) -> Iterator[str]:
     """Yield the lines of the parity guide for a comparison."""
-    if found.missing:
-        yield f"Missing keys: {sorted(found.missing)}"
-    if found.extra:
-        yield f"Extra keys: {sorted(found.extra)}"
-    for name, difference in found.max_diffs.items():
+    if comparison.missing:
+        yield f"Missing keys: {sorted(comparison.missing)}"
+    if comparison.extra:
+        yield f"Extra keys: {sorted(comparison.extra)}"
+    for name, difference in comparison.max_diffs.items():
         yield f"{name}: max_diff={difference:.6e}" + (
             " (shapes or dtypes differ, or NaN)" if math.isinf(difference) else ""
         )
-    if found.equal:
+    if comparison.equal:
         yield f"All {parameters} parameters match exactly."

@@ -31,8 +31,8 @@ class Call:
         If that tensor is passed several times (as queries and keys), all occurrences are replaced. A call with only
         token ids is unchanged.
         """
-        given = (*self.args, *self.kwargs.values())
-        hidden = next((value for value in given if torch.is_tensor(value) and value.is_floating_point()), None)
+        arguments = (*self.args, *self.kwargs.values())
+        hidden = next((value for value in arguments if torch.is_tensor(value) and value.is_floating_point()), None)
         if hidden is None:
             return self
         new = torch.randn(hidden.shape, generator=torch.Generator().manual_seed(seed)).to(hidden)

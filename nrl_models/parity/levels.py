@@ -51,20 +51,20 @@ def compare_weights(model: FamilyModel, reference: PreTrainedModel) -> list[Pari
         reference: The Hugging Face model, loaded by transformers.
     """
     adapter = model.state_dict_adapter
-    own, expected = model.state_dict(), reference.state_dict()
-    weights = compare_state_dicts(expected, adapter.to_hf(own, layout="transformers"), verbose=False)
-    round_trip = compare_state_dicts(own, adapter.from_hf(adapter.to_hf(own)), verbose=False)
+    actual, expected = model.state_dict(), reference.state_dict()
+    weights = compare_state_dicts(expected, adapter.to_hf(actual, layout="transformers"), verbose=False)
+    round_trip = compare_state_dicts(actual, adapter.from_hf(adapter.to_hf(actual)), verbose=False)
     buffers = dict(model.named_buffers())
     of_buffers = compare_state_dicts(dict(reference.named_buffers()), buffers, verbose=False)
     ties = declared_ties(model)
     apart = [name for name in ties if name not in adapter.tied]
     tied = ", ".join(f"{name} = {other}" for name, other in ties.items()) or "nothing is tied"
 
-    def row(what: str, found: StateDictComparison, if_equal: str, required: str) -> ParityRow:
-        measured = if_equal if found.equal else textwrap.shorten(str(found), 200, placeholder=" ...")
-        differing = float(len(found.missing) + len(found.extra) + len(found.max_diffs))
+    def row(check: str, comparison: StateDictComparison, if_equal: str, required: str) -> ParityRow:
+        measured = if_equal if comparison.equal else textwrap.shorten(str(comparison), 200, placeholder=" ...")
+        differing = float(len(comparison.missing) + len(comparison.extra) + len(comparison.max_diffs))
         return ParityRow(
-            f"level 1: {what}", found.equal, measured, required, "", Level.WEIGHTS, differing, 0.0, Unit.COUNT
+            f"level 1: {check}", comparison.equal, measured, required, "", Level.WEIGHTS, differing, 0.0, Unit.COUNT
         )
 
     return [
@@ -117,9 +117,11 @@ def compare_components(
         if not expected:  # nothing to compare
             continue
         actual = run_layer(model.get_submodule(name), call)
-        found = [compare_tensors(first, second, verbose=False) for first, second in zip(expected, actual, strict=True)]
-        max_diff = worst_of(comparison.max_diff for comparison in found)
-        cosine = min(comparison.cosine_similarity for comparison in found)
+        comparisons = [
+            compare_tensors(first, second, verbose=False) for first, second in zip(expected, actual, strict=True)
+        ]
+        max_diff = worst_of(comparison.max_diff for comparison in comparisons)
+        cosine = min(comparison.cosine_similarity for comparison in comparisons)
         scale = max([1.0, *(tensor.abs().max().item() for tensor in expected if tensor.is_floating_point())])
         allowed = TOLERANCE[dtype] * scale
         rows.append(

@@ -121,13 +121,13 @@ def culprits_of(rounds: Sequence[SearchRound], weights: Sequence[str]) -> list[C
         weights: Names of all weights that differ.
     """
     culprits: list[Culprit] = []
-    for found in rounds:
-        first = next((each for each in found.differences if each.is_culprit), None)
+    for search_round in rounds:
+        first = next((each for each in search_round.differences if each.is_culprit), None)
         if first is None:
             break
-        own = tuple(weight for weight in weights if weight.startswith(f"{first.module}."))
-        culprits.append(Culprit(first.module, first.class_name, first.output, found.agrees, own))
-        if found.agrees:
+        weight_names = tuple(weight for weight in weights if weight.startswith(f"{first.module}."))
+        culprits.append(Culprit(first.module, first.class_name, first.output, search_round.agrees, weight_names))
+        if search_round.agrees:
             break
     return culprits
 
@@ -161,19 +161,19 @@ def search_rounds(
     for _ in range(max_culprits):
         with _substituting(model, substituted):
             actual = _record(model, names - substituted.keys(), inputs)
-        found: list[ModuleDifference] = []
+        differences: list[ModuleDifference] = []
         for name, call in expected.items():
             if name in actual:
                 class_name = type(modules[name]).__name__
-                found.append(difference_of(name, class_name, call, actual[name], dtype))
-                if found[-1].is_culprit:
+                differences.append(difference_of(name, class_name, call, actual[name], dtype))
+                if differences[-1].is_culprit:
                     break
         else:
             break
         substituted[name] = expected[name].output
         with _substituting(model, substituted):
             agrees = compare_tensors(logits, logits_of(model, inputs), verbose=False).max_diff <= allowed
-        rounds.append(SearchRound(tuple(found), agrees))
+        rounds.append(SearchRound(tuple(differences), agrees))
         if agrees:
             break
     return rounds

@@ -59,9 +59,9 @@ class Errors(NamedTuple):
             return cls(math.inf, math.inf)
         if exact.numel() == 0:
             return cls(0.0, 0.0)
-        found, truth = actual.detach().float(), exact.detach().to(actual.device).float()
-        same = (found == truth) | (found.isnan() & truth.isnan())  # masked scores are infinite in both
-        difference = torch.where(same, 0.0, found - truth).nan_to_num(nan=math.inf)
+        actual_fp32, truth = actual.detach().float(), exact.detach().to(actual.device).float()
+        same = (actual_fp32 == truth) | (actual_fp32.isnan() & truth.isnan())  # masked scores are infinite in both
+        difference = torch.where(same, 0.0, actual_fp32 - truth).nan_to_num(nan=math.inf)
         finite = torch.where(truth.isfinite(), truth, 0.0)
         rows = reduce(finite.square(), "... value -> ... 1", "mean").sqrt() if finite.ndim else finite.abs()
         scale = rows.clamp_min(1e-3 * rows.square().mean().sqrt().item()).clamp_min(torch.finfo(torch.float32).tiny)
@@ -182,7 +182,7 @@ def compare_components_rounded(
     """
     truth = truth or Truth(reference)
     replays = can_replay(model)
-    found: dict[tuple[str, bool], Found] = {}
+    results: dict[tuple[str, bool], Found] = {}
     for name, call in calls_of(reference, component_classes(reference), inputs).items():
         original, layer = reference.get_submodule(name), model.get_submodule(name)
         with record_routing(original) as routing:
@@ -202,10 +202,10 @@ def compare_components_rounded(
                 exact = float_tensors(run_layer(counterpart, _in_fp32(call)))
             times = max(_times(actual, expected, exact), key=lambda pair: last_if_nan(pair.excess))
         key = type(original).__name__, strict
-        found.setdefault(key, Found()).add(name, times, strict=strict)
+        results.setdefault(key, Found()).add(name, times, strict=strict)
     dtype = dtype_name(_dtype(reference))
     return [
-        result.row(f"level 2: {name}, {dtype}", Level.COMPONENTS, strict) for (name, strict), result in found.items()
+        result.row(f"level 2: {name}, {dtype}", Level.COMPONENTS, strict) for (name, strict), result in results.items()
     ]
 
 
@@ -229,15 +229,15 @@ def compare_logits_rounded(
     """
     with _replaying(model, routing):
         actual = logits_of(model, inputs)
-    found, difference = Found(), compare_tensors(expected, actual, verbose=False)
+    logits_result, difference = Found(), compare_tensors(expected, actual, verbose=False)
     if torch.equal(expected, actual):
-        found.add("logits", None)
+        logits_result.add("logits", None)
     else:
         exact_model = (truth or Truth(reference)).model
         with _replaying(exact_model, routing):
             exact = logits_of(exact_model, inputs)
-        found.add("logits", Errors.of(actual, exact).times(Errors.of(expected, exact)))
-    row = found.row(f"level 3: {output_name(reference)}, {dtype_name(_dtype(reference))}", Level.LOGITS)
+        logits_result.add("logits", Errors.of(actual, exact).times(Errors.of(expected, exact)))
+    row = logits_result.row(f"level 3: {output_name(reference)}, {dtype_name(_dtype(reference))}", Level.LOGITS)
     return replace(row, detail=f"max_diff {difference.max_diff:.1e}, cosine {difference.cosine_similarity:.6f}")
 
 

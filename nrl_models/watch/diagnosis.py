@@ -69,12 +69,12 @@ class DriftEvidence:
     engine: torch.Tensor | None = None
 
 
-def diagnose_probes(evidence: DriftEvidence, found: float) -> Finding:
+def diagnose_probes(evidence: DriftEvidence, probe_error: float) -> Finding:
     """Return the cause of a difference of the probes.
 
     Args:
         evidence: facts and measurements. Its probes were scored just now.
-        found: `token_mult_prob_error` of the probes.
+        probe_error: `token_mult_prob_error` of the probes.
     """
     steps: tuple[Callable[[DriftEvidence, float], Finding | None], ...] = (
         _stale,
@@ -87,15 +87,15 @@ def diagnose_probes(evidence: DriftEvidence, found: float) -> Finding:
         _rounding,
     )
     for step in steps:
-        if (finding := step(evidence, found)) is not None:
-            return replace(finding, values={"token_mult_prob_error": found, **finding.values})
-    return _by_history(evidence, found)
+        if (finding := step(evidence, probe_error)) is not None:
+            return replace(finding, values={"token_mult_prob_error": probe_error, **finding.values})
+    return _by_history(evidence, probe_error)
 
 
-def _stale(evidence: DriftEvidence, found: float) -> Finding | None:
+def _stale(evidence: DriftEvidence, probe_error: float) -> Finding | None:
     measured = evidence.measured
     for version, scores in sorted(measured.trainer_probes().items(), reverse=True):
-        if version < evidence.sync.version and explains(scores, measured.engine_probes, found):
+        if version < evidence.sync.version and explains(scores, measured.engine_probes, probe_error):
             message = f"the engine computes with the weights of version {version} and not {evidence.sync.version}"
             divergence = measured.divergence()
             names = () if divergence is None else (divergence.module,)
@@ -103,24 +103,24 @@ def _stale(evidence: DriftEvidence, found: float) -> Finding | None:
     return None
 
 
-def _unmerged(evidence: DriftEvidence, found: float) -> Finding | None:
-    if explains(evidence.measured.without_adapters(), evidence.measured.engine_probes, found):
+def _unmerged(evidence: DriftEvidence, probe_error: float) -> Finding | None:
+    if explains(evidence.measured.without_adapters(), evidence.measured.engine_probes, probe_error):
         message = "the engine's log-probabilities are those of the trainer with its adapters disabled"
         return Finding(cause=Cause.UNMERGED_ADAPTER, message=message)
     return None
 
 
-def _rescaled(evidence: DriftEvidence, found: float) -> Finding | None:
+def _rescaled(evidence: DriftEvidence, probe_error: float) -> Finding | None:
     measured = evidence.measured
     for factor, words in ADAPTER_SCALES.items():
-        if explains(measured.with_adapter_scale(factor), measured.engine_probes, found):
+        if explains(measured.with_adapter_scale(factor), measured.engine_probes, probe_error):
             message = f"the engine's log-probabilities are those of the trainer with its {words}"
             values = {"adapter_scale": 1.0} if factor is None else {"adapter_factor": factor}
             return Finding(cause=Cause.ADAPTER_SCALE, message=message, values=values)
     return None
 
 
-def _lost(evidence: DriftEvidence, found: float) -> Finding | None:
+def _lost(evidence: DriftEvidence, probe_error: float) -> Finding | None:
     """Return a finding if the engine agreed after the last sync, but differs now."""
     if evidence.agreed_at != evidence.sync.version:
         return None
@@ -130,36 +130,38 @@ def _lost(evidence: DriftEvidence, found: float) -> Finding | None:
     return Finding(cause=Cause.LOST_WEIGHTS, message=message, names=names)
 
 
-def _reported_precision(evidence: DriftEvidence, found: float) -> Finding | None:
-    dtype, own = evidence.measured.dtypes()
-    if dtype is None or torch.finfo(dtype).eps <= torch.finfo(own).eps:
+def _reported_precision(evidence: DriftEvidence, probe_error: float) -> Finding | None:
+    dtype, trainer_dtype = evidence.measured.dtypes()
+    if dtype is None or torch.finfo(dtype).eps <= torch.finfo(trainer_dtype).eps:
         return None
-    message = f"the engine computes in {dtype_name(dtype)}, the trainer in {dtype_name(own)}"
-    return _within_rounding(evidence, found, dtype, message)
+    message = f"the engine computes in {dtype_name(dtype)}, the trainer in {dtype_name(trainer_dtype)}"
+    return _within_rounding(evidence, probe_error, dtype, message)
 
 
-def _rounding(evidence: DriftEvidence, found: float) -> Finding | None:
+def _rounding(evidence: DriftEvidence, probe_error: float) -> Finding | None:
     """Return a finding if a lower precision explains the error, and no earlier comparison agreed."""
     if evidence.agreed_at is not None:
         return None
-    _, own = evidence.measured.dtypes()
+    _, trainer_dtype = evidence.measured.dtypes()
     for dtype in (torch.float16, torch.bfloat16):
-        if torch.finfo(dtype).eps > torch.finfo(own).eps:
-            message = f"the error is that of {dtype_name(dtype)}, and the trainer computes in {dtype_name(own)}"
-            if (finding := _within_rounding(evidence, found, dtype, message)) is not None:
+        if torch.finfo(dtype).eps > torch.finfo(trainer_dtype).eps:
+            message = (
+                f"the error is that of {dtype_name(dtype)}, and the trainer computes in {dtype_name(trainer_dtype)}"
+            )
+            if (finding := _within_rounding(evidence, probe_error, dtype, message)) is not None:
                 return finding
     return None
 
 
-def _within_rounding(evidence: DriftEvidence, found: float, dtype: torch.dtype, message: str) -> Finding | None:
+def _within_rounding(evidence: DriftEvidence, probe_error: float, dtype: torch.dtype, message: str) -> Finding | None:
     floor = evidence.measured.rounding(dtype)
-    excess, rounding = found - 1.0, floor - 1.0
+    excess, rounding = probe_error - 1.0, floor - 1.0
     if not rounding / ROUNDING_FACTOR <= excess <= ROUNDING_FACTOR * rounding:
         return None
     return Finding(cause=Cause.PRECISION, message=message, values={"noise_floor": floor})
 
 
-def _routing(evidence: DriftEvidence, found: float) -> Finding | None:
+def _routing(evidence: DriftEvidence, probe_error: float) -> Finding | None:
     """Return a finding if the first module that differs is a router, by at most `ROUTER_ROUNDING`."""
     divergence = evidence.measured.divergence()
     if divergence is None or divergence.error > ROUTER_ROUNDING:
@@ -170,7 +172,7 @@ def _routing(evidence: DriftEvidence, found: float) -> Finding | None:
     return Finding(cause=Cause.ROUTING, message=message, names=(divergence.module,), values=values)
 
 
-def _module(evidence: DriftEvidence, found: float) -> Finding | None:
+def _module(evidence: DriftEvidence, probe_error: float) -> Finding | None:
     divergence = evidence.measured.divergence()
     if divergence is None:
         return None
@@ -181,8 +183,8 @@ def _module(evidence: DriftEvidence, found: float) -> Finding | None:
     return Finding(cause=Cause.ENGINE, message=f"the first difference is {divergence}", names=names, values=values)
 
 
-def _by_history(evidence: DriftEvidence, found: float) -> Finding:
-    values = {"token_mult_prob_error": found}
+def _by_history(evidence: DriftEvidence, probe_error: float) -> Finding:
+    values = {"token_mult_prob_error": probe_error}
     if evidence.agreed_at is not None:
         message = f"trainer and engine agreed before sync {evidence.sync.version}, and differ since"
         return Finding(cause=Cause.MISSING_WEIGHTS, message=message, values=values)
@@ -203,10 +205,10 @@ def _of_samples(evidence: DriftEvidence) -> Iterator[Finding]:
     trainer, engine, measured = evidence.trainer, evidence.engine, evidence.measured
     if trainer is None or engine is None:
         return
-    found = error(trainer, engine, ~engine.isnan())
+    sample_error = error(trainer, engine, ~engine.isnan())
     width = trainer.shape[1]
-    if explains(measured.scored(evidence.sampling, width), engine, found):
-        loop_sampling = _other_sampling(evidence, trainer, found)
+    if explains(measured.scored(evidence.sampling, width), engine, sample_error):
+        loop_sampling = _other_sampling(evidence, trainer, sample_error)
         if loop_sampling is not None:
             message = f"the loop's log-probabilities are those of {loop_sampling}, the engine's of {evidence.sampling}"
             yield Finding(cause=Cause.SAMPLING, message=message, values=asdict(loop_sampling))
@@ -216,22 +218,22 @@ def _of_samples(evidence: DriftEvidence) -> Iterator[Finding]:
         yield Finding(
             cause=Cause.TRAINER, message="the model, scored without padding, agrees with the engine; the loop does not"
         )
-    other = _other_sampling(evidence, engine, found)
+    other = _other_sampling(evidence, engine, sample_error)
     if other is not None:
         message = f"the engine samples with {other}, the trainer computes {evidence.sampling}"
         yield Finding(cause=Cause.SAMPLING, message=message, values=asdict(other))
-    if (where := _shift(trainer, engine, found)) is not None:
+    if (where := _shift(trainer, engine, sample_error)) is not None:
         yield Finding(cause=Cause.SHIFTED, message=f"the engine's log-probabilities are those of the token {where}")
-    if explains(measured.prefill(width), trainer, found):
+    if explains(measured.prefill(width), trainer, sample_error):
         yield _decoding(evidence)
 
 
-def _shift(trainer: torch.Tensor, engine: torch.Tensor, found: float) -> str | None:
+def _shift(trainer: torch.Tensor, engine: torch.Tensor, sample_error: float) -> str | None:
     """Return where the engine's log-probabilities belong. None if it is their token, or too few tokens show it."""
-    own, following = slice(None, -1), slice(1, None)
-    for where, ours, theirs in (("before", own, following), ("after", following, own)):
+    preceding, following = slice(None, -1), slice(1, None)
+    for where, ours, theirs in (("before", preceding, following), ("after", following, preceding)):
         candidate, wanted = trainer[:, ours], engine[:, theirs].masked_fill(trainer[:, ours].isnan(), torch.nan)
-        if int((~wanted.isnan()).sum()) > 1 and explains(candidate, wanted, found):
+        if int((~wanted.isnan()).sum()) > 1 and explains(candidate, wanted, sample_error):
             return where
     return None
 
@@ -244,19 +246,19 @@ def _decoding(evidence: DriftEvidence) -> Finding:
     return Finding(cause=Cause.CACHE, message=message)
 
 
-def _other_sampling(evidence: DriftEvidence, wanted: torch.Tensor, found: float) -> Sampling | None:
+def _other_sampling(evidence: DriftEvidence, wanted: torch.Tensor, sample_error: float) -> Sampling | None:
     """Return other sampling parameters with which the trainer's log-probabilities are `wanted`, or None."""
-    own = evidence.sampling
-    candidates = [Sampling(own.temperature), Sampling(1.0, own.top_k, own.top_p)]
-    candidates += [replace(own, temperature=temperature) for temperature in TEMPERATURES]
-    candidates += [replace(own, top_p=top_p) for top_p in TOP_P] + [replace(own, top_k=top_k) for top_k in TOP_K]
+    params = evidence.sampling
+    candidates = [Sampling(params.temperature), Sampling(1.0, params.top_k, params.top_p)]
+    candidates += [replace(params, temperature=temperature) for temperature in TEMPERATURES]
+    candidates += [replace(params, top_p=top_p) for top_p in TOP_P] + [replace(params, top_k=top_k) for top_k in TOP_K]
     errors = {
         candidate: error(evidence.measured.scored(candidate, wanted.shape[1]), wanted, ~wanted.isnan())
         for candidate in dict.fromkeys(candidates)
-        if candidate != own
+        if candidate != params
     }
     best = min(errors, key=lambda candidate: last_if_nan(errors[candidate]))
-    return best if errors[best] - 1.0 < 0.1 * (found - 1.0) else None
+    return best if errors[best] - 1.0 < 0.1 * (sample_error - 1.0) else None
 
 
 def _padding(metrics: StepMetrics) -> Finding:

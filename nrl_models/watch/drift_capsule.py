@@ -82,7 +82,7 @@ class CapsuleWriter:
         self,
         event: Event,
         evidence: DriftEvidence,
-        found: Sequence[Finding],
+        findings: Sequence[Finding],
         number: int,
         step: RolloutStep | None = None,
     ) -> None:
@@ -90,7 +90,7 @@ class CapsuleWriter:
 
         Args:
             event, evidence: the event.
-            found: its findings.
+            findings: its findings.
             number: number of the step.
             step: rollouts of the step; None for a sync.
         """
@@ -103,7 +103,7 @@ class CapsuleWriter:
         if ranks_of(None) > 1:
             file = file.with_stem(f"{file.stem}-rank-{dist.get_rank()}")
         file.parent.mkdir(parents=True, exist_ok=True)
-        contents = _contents(self.limits, event, evidence, found, f"{event.kind} {number}, version {version}", step)
+        contents = _contents(self.limits, event, evidence, findings, f"{event.kind} {number}, version {version}", step)
         contents.write(file)
         self.written.append(file)
         size = file.stat().st_size / MEGABYTE
@@ -114,7 +114,7 @@ def _contents(
     limits: Limits,
     event: Event,
     evidence: DriftEvidence,
-    found: Sequence[Finding],
+    findings: Sequence[Finding],
     title: str,
     step: RolloutStep | None,
 ) -> Contents:
@@ -127,7 +127,7 @@ def _contents(
         "title": title,
         "event": event.to_json(),
         "evidence": evidence_to_json(evidence),
-        "findings": [finding.to_json() for finding in found],
+        "findings": [finding.to_json() for finding in findings],
         "comparisons": {},
         "routes": {},
         "versions": versions(),
@@ -180,19 +180,19 @@ def _add_rows(contents: Contents, step: RolloutStep) -> None:
     order = difference.argsort(descending=True)[: max(1, most)].sort().values
     if len(order) < len(trainer):
         contents.left_out.append(f"log-probabilities of {len(trainer) - len(order)} of {len(trainer)} rows")
-    kept = {"trainer": trainer[order], "engine": engine[order], "mask": mask[order]}
+    tensors = {"trainer": trainer[order], "engine": engine[order], "mask": mask[order]}
     if step.attention_mask is not None:
-        kept["attention"] = step.attention_mask.detach().bool().cpu()[order]
-    contents.add({f"rows/{name}": tensor for name, tensor in kept.items()})
-    metrics = step_metrics(kept["trainer"], kept["engine"], kept["mask"], kept.get("attention"))
+        tensors["attention"] = step.attention_mask.detach().bool().cpu()[order]
+    contents.add({f"rows/{name}": tensor for name, tensor in tensors.items()})
+    metrics = step_metrics(tensors["trainer"], tensors["engine"], tensors["mask"], tensors.get("attention"))
     contents.values["rows"] = {"count": len(order), "of": len(trainer), "metrics": metrics.values()}
 
 
 def _add_model(contents: Contents, running: Running, evidence: DriftEvidence) -> None:
     """Add activations, the first diverging block and routes, if the trainer's model can run alone."""
     model: Any = innermost(running.model)
-    found = evidence.measured.observed.comparisons.get(MODULES)
-    divergence = None if found is None else found.divergence()
+    comparison = evidence.measured.observed.comparisons.get(MODULES)
+    divergence = None if comparison is None else comparison.divergence()
     module = "" if divergence is None else divergence.module
     if running.probes is not None:
         tokens = running.probes.tokens
@@ -204,11 +204,11 @@ def _add_model(contents: Contents, running: Running, evidence: DriftEvidence) ->
     add_routes(contents, model, running.engine, tokens)
     first = tokens[0].tolist()
     add_block(contents, model, module, first)
-    if found is not None:
-        add_comparison(contents, MODULES, found, module, block_name(model, module) if module else "")
+    if comparison is not None:
+        add_comparison(contents, MODULES, comparison, module, block_name(model, module) if module else "")
     add_trainer_layers(contents, model, first)
-    if found is not None:
-        add_layers(contents, "engine", found.actual)
+    if comparison is not None:
+        add_layers(contents, "engine", comparison.actual)
 
 
 def replay_watch(contents: Contents) -> Replay:
@@ -235,16 +235,16 @@ def replay_watch(contents: Contents) -> Replay:
         checks.append(compared("metrics", rows["metrics"], metrics.values(), detail))
         if rows["count"] == rows["of"]:
             evidence = replace(evidence, metrics=metrics)
-    found = event.findings(evidence)
+    findings = event.findings(evidence)
     checks += recomputed(contents, observed)
-    again = [finding.to_json() for finding in found]
-    causes = ", ".join(f"{finding.level}: {finding.cause}" for finding in found)
+    again = [finding.to_json() for finding in findings]
+    causes = ", ".join(f"{finding.level}: {finding.cause}" for finding in findings)
     checks.append(compared("findings", values["findings"], again, causes, ("message", "advice")))
     return Replay(
         kind=contents.kind,
         title=values["title"],
         verdict={"findings": again},
-        summary="\n".join(map(str, found)),
+        summary="\n".join(map(str, findings)),
         checks=tuple(checks),
         left_out=tuple(contents.left_out),
         versions=values["versions"],

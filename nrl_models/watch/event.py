@@ -90,9 +90,9 @@ class Event:
     def _probe_findings(self, evidence: DriftEvidence) -> Iterator[Finding]:
         """Score the probes; a finding if they differ."""
         if self.probe_bound is not None:
-            found = evidence.measured.probe_error()
-            if not found <= self.probe_bound:
-                yield with_level(diagnose_probes(evidence, found), found > self.bars.token_mult_prob_error)
+            probe_error = evidence.measured.probe_error()
+            if not probe_error <= self.probe_bound:
+                yield with_level(diagnose_probes(evidence, probe_error), probe_error > self.bars.token_mult_prob_error)
 
     def _step_findings(self, evidence: DriftEvidence) -> list[Finding]:
         metrics = evidence.metrics
@@ -101,18 +101,18 @@ class Event:
         compared = [
             finding for finding in uncompared(metrics) if not rows or finding.cause is not Cause.NOTHING_COMPARED
         ]
-        found = [*self._token_findings(), *rows, *compared]
+        findings = [*self._token_findings(), *rows, *compared]
         is_above = metrics.above(self.bars)
-        if metrics.tokens and not metrics.excess + 1.0 <= self.bound and not found:
-            found.append(self._diagnosed(evidence))
-        elif is_above and not found:
+        if metrics.tokens and not metrics.excess + 1.0 <= self.bound and not findings:
+            findings.append(self._diagnosed(evidence))
+        elif is_above and not findings:
             message = f"{', '.join(is_above)}; the noise floor explains up to {shown_error(self.bound)}"
-            found.append(Finding(cause=Cause.PRECISION, level=Severity.WARNING, message=message))
-        return [with_level(finding, bool(is_above)) for finding in found]
+            findings.append(Finding(cause=Cause.PRECISION, level=Severity.WARNING, message=message))
+        return [with_level(finding, bool(is_above)) for finding in findings]
 
     def _diagnosed(self, evidence: DriftEvidence) -> Finding:
-        if self.probe_bound is not None and (found := evidence.measured.probe_error()) > self.probe_bound:
-            return diagnose_probes(evidence, found)
+        if self.probe_bound is not None and (probe_error := evidence.measured.probe_error()) > self.probe_bound:
+            return diagnose_probes(evidence, probe_error)
         return diagnose_step(evidence)
 
     def _tokenizer_findings(self) -> Iterator[Finding]:

@@ -143,8 +143,8 @@ class Measured:
         """Return the first module that the engine computes differently; None if modules cannot be compared."""
         if not self.observed.value("records modules", lambda: self.sides.scored_probes.engine.capabilities().modules):
             return None
-        found = self.observed.comparison(MODULES, self._compare_modules)
-        return None if isinstance(found, str) else found.divergence()
+        comparison = self.observed.comparison(MODULES, self._compare_modules)
+        return None if isinstance(comparison, str) else comparison.divergence()
 
     def _compare_modules(self) -> ModuleComparison:
         probes = self.sides.scored_probes
@@ -162,8 +162,8 @@ class Measured:
             routers = {id(module) for module in routers_of(inner, inner.get_decoder())}
             return [name for name, module in inner.named_modules() if id(module) in routers]
 
-        found: list[str] = self.observed.value("routers", names)
-        return found
+        router_names: list[str] = self.observed.value("routers", names)
+        return router_names
 
     # Samples
 
@@ -212,10 +212,10 @@ class Measured:
 
     def seen(self) -> list[bool]:
         """Return for each sample whether its prompt was sampled from before the last sync."""
-        found: list[bool] = self.observed.value(
+        seen_flags: list[bool] = self.observed.value(
             "seen", lambda: [hash(sample.prompt) in self.sides.seen_prompts for sample in self.sides.samples]
         )
-        return found
+        return seen_flags
 
 
 def _padded_to(rows: Sequence[Sequence[float]], width: int) -> torch.Tensor:

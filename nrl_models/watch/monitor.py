@@ -225,14 +225,14 @@ class Watch:
             EventKind.SYNC, self._is_probe_due(), transfer=transfer, tokenizer=tuple(self._changes.of_tokenizer())
         )
         evidence = self._evidence()
-        found = event.findings(evidence)
+        findings = event.findings(evidence)
         values: dict[str, float] = {}
         if self._probes is not None and event.probe_bound is not None:
             self._probe_error = values["probe_error"] = evidence.measured.probe_error()
             if self._probe_error <= event.probe_bound:
                 self._allowed_in_probes.learn(self._probe_error, self._probes.tokens[:, 1:].numel())
                 self._agreed_at = self.version
-        self._results.add(event, evidence, found, values, step=self._step, fail=self.fail)
+        self._results.add(event, evidence, findings, values, step=self._step, fail=self.fail)
 
     def before_update(
         self,
@@ -281,16 +281,16 @@ class Watch:
             newest=self.version,
         )
         evidence = self._evidence(step, metrics)
-        found = event.findings(evidence)
-        if not found:
+        findings = event.findings(evidence)
+        if not findings:
             self._allowed.learn(metrics.token_mult_prob_error, metrics.tokens)
             self._agreed_at = self.version
-        report = StepReport(step=self._step, version=self.version, metrics=metrics, findings=tuple(found))
+        report = StepReport(step=self._step, version=self.version, metrics=metrics, findings=tuple(findings))
         self.history.append(metrics)
         self._results.add(
             event,
             evidence,
-            found,
+            findings,
             metrics.values(),
             step=self._step,
             fail=self.fail,

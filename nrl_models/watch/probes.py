@@ -77,9 +77,9 @@ class Probes:
 
     def score(self, version: int) -> float:
         """Score the sequences on both sides and return `token_mult_prob_error`."""
-        for scores, found in ((self.trainer, self.of_trainer()), (self.engine_scores, self.of_engine())):
+        for scores, logprobs in ((self.trainer, self.of_trainer()), (self.engine_scores, self.of_engine())):
             scores.pop(version, None)  # keeps the order of calls: a restarted engine counts from 1 again
-            scores[version] = found
+            scores[version] = logprobs
             for old in list(scores)[:-KEPT_VERSIONS]:
                 del scores[old]
         return error(self.trainer[version], self.engine_scores[version])
@@ -111,13 +111,13 @@ class Probes:
         ]
         if not layers:
             return None
-        kept = [dict(layer.scaling) for layer in layers]
+        scalings = [dict(layer.scaling) for layer in layers]
         try:
             for layer in layers:
                 layer.scaling.update({name: scale * factor if factor else 1.0 for name, scale in layer.scaling.items()})
             return self.of_trainer()
         finally:
-            for layer, scaling in zip(layers, kept, strict=True):
+            for layer, scaling in zip(layers, scalings, strict=True):
                 layer.scaling.update(scaling)
 
     def rounding(self, dtype: torch.dtype) -> float:
@@ -141,8 +141,8 @@ class Probes:
         rows = self.tokens.tolist()
         device = device_of(self.model)
         with torch.no_grad(), evaluating(self.model), autocast(device, dtype):
-            found = rollout_logprobs(self.model, rows)
-        return found.logprobs[:, 1:].double().cpu()
+            scores = rollout_logprobs(self.model, rows)
+        return scores.logprobs[:, 1:].double().cpu()
 
 
 @contextmanager

@@ -86,13 +86,13 @@ class Recorder:
 
 
 @contextmanager
-def warning_of_errors(what: str) -> Iterator[None]:
+def warning_of_errors(subject: str) -> Iterator[None]:
     """Log errors inside a `with` block as a warning, so that failed writes neither end a run nor hide a failure.
 
     Args:
-        what: Name of the log or capsule, for the warning.
+        subject: Name of the log or capsule, for the warning.
     """
     try:
         yield
     except Exception as error:  # loggers and disks fail in many ways
-        logger.warning_once(f"the watch could not write its {what}: {one_line(error)}")
+        logger.warning_once(f"the watch could not write its {subject}: {one_line(error)}")

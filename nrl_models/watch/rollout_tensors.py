@@ -81,8 +81,8 @@ class RolloutStep(NamedTuple):
         assert mask is not None
         if not trainer.shape == engine.shape == mask.shape:
             shapes = {"trainer": trainer, "engine": engine, "mask": mask}
-            found = ", ".join(f"{name} {tuple(value.shape)}" for name, value in shapes.items())
-            raise ValueError(f"expected three tensors of one shape (rows, length), got {found}")
+            shown_shapes = ", ".join(f"{name} {tuple(value.shape)}" for name, value in shapes.items())
+            raise ValueError(f"expected three tensors of one shape (rows, length), got {shown_shapes}")
         mask = mask.detach().bool().cpu()
         if scored is not None:
             mask = mask & scored.detach().cpu()
@@ -120,7 +120,7 @@ class RolloutStep(NamedTuple):
     def other_tokens(self, tokens: Sequence[Sequence[int]]) -> tuple[tuple[int, ...], int, int]:
         """Return the rows with different token IDs, the number of rows of the trainer, and that of the engine."""
         pairs = zip(tokens, self.samples, strict=False)
-        wrong = tuple(row for row, (own, sample) in enumerate(pairs) if tuple(own) != sample.sequence)
+        wrong = tuple(row for row, (token_ids, sample) in enumerate(pairs) if tuple(token_ids) != sample.sequence)
         return wrong, len(tokens), len(self.samples)
 
 
@@ -154,7 +154,7 @@ def token_rows(probes: Any) -> list[list[int]]:
     expected = "expected rows of token IDs, such as [[11, 12, 13]]"
     if not isinstance(rows, Iterable) or isinstance(rows, (str, bytes)):
         raise UnknownArgumentError(f"probes={shown(probes)}: {expected}")
-    found: list[list[int]] = []
+    token_lists: list[list[int]] = []
     for row in rows:
         tokens = row.tolist() if hasattr(row, "tolist") else row
         if not isinstance(tokens, Iterable) or isinstance(tokens, (str, bytes)):
@@ -162,8 +162,8 @@ def token_rows(probes: Any) -> list[list[int]]:
         tokens = [token.item() if isinstance(token, torch.Tensor) else token for token in tokens]
         if wrong := [token for token in tokens if not is_integer(token)]:
             raise UnknownArgumentError(f"probes have the token {shown(wrong[0])}: {expected}")
-        found.append([int(token) for token in tokens])
-    return found
+        token_lists.append([int(token) for token in tokens])
+    return token_lists
 
 
 def whole_numbers(versions: Iterable[int] | None) -> list[int] | None:
@@ -261,9 +261,9 @@ def require_sides(model: Any, engine: Any, sampling: Any, bars: Any) -> None:
         "sampling": (sampling, Sampling, "a Sampling: call Sampling(temperature=...)"),
         "bars": (bars, Bars, "Bars: call Bars(name=value)"),
     }
-    for name, (value, kind, what) in expected.items():
+    for name, (value, kind, description) in expected.items():
         if value is not None and not isinstance(value, kind):
-            raise UnknownArgumentError(f"{name} is {shown_or_type(value)}, expected {what}")
+            raise UnknownArgumentError(f"{name} is {shown_or_type(value)}, expected {description}")
 
 
 def require_options(

@@ -47,7 +47,7 @@ class WatchResults:
         self,
         event: Event,
         evidence: DriftEvidence,
-        found: Sequence[Finding],
+        findings: Sequence[Finding],
         values: Mapping[str, float],
         *,
         step: int,
@@ -61,7 +61,7 @@ class WatchResults:
 
         Args:
             event, evidence: The event.
-            found: Its findings.
+            findings: Its findings.
             values: Measured numbers.
             step: Number of the step.
             fail: Whether to raise failures.
@@ -74,11 +74,11 @@ class WatchResults:
         """
         version, model = evidence.sync.version, evidence.measured.sides.model
         known = {(finding.cause, finding.message) for finding in self.findings}
-        for finding in found:
+        for finding in findings:
             if (finding.cause, finding.message) not in known:
                 logger.warning(f"step {step}, version {version}: {finding}")
-        self.findings += found
-        failures = [finding for finding in found if finding.level is Severity.FAILURE]
+        self.findings += findings
+        failures = [finding for finding in findings if finding.level is Severity.FAILURE]
         raised, elsewhere = failures if fail else [], False
         if fail and self._ranks > 1:
             self._of_syncs += failures
@@ -87,10 +87,10 @@ class WatchResults:
                 raised, self._of_syncs = self._of_syncs, []
                 # Before files are written, which takes this rank longer than the others.
                 elsewhere = fails_elsewhere(raised, model)
-        self._recorder.write(event.kind, step, version, values, found, versions)
+        self._recorder.write(event.kind, step, version, values, findings, versions)
         if failures and self._capsule is not None:
             with warning_of_errors(f"capsule {self._capsule.target}"):
-                self._capsule.write(event, evidence, found, step, rollouts)
+                self._capsule.write(event, evidence, findings, step, rollouts)
         raise_failures(raised, step, version, elsewhere=elsewhere)
 
 
