@@ -165,7 +165,7 @@ def fit_checkpoint(
     of_mtp = frozenset(mtp_names.among([key for key, tensor in names.found.items() if tensor is None]))
     keeps_mtp = keeps(model, options.mtp)
     optional = joined(model._keys_to_ignore_on_load_missing or ())
-    kept = keeps_unused(model)
+    unused_pattern = keeps_unused(model)
     skipped: list[str] = []
     unused: list[str] = []
     unknown = [
@@ -185,7 +185,7 @@ def fit_checkpoint(
             (unused if keeps_mtp else skipped).append(key)
             return None
         if ignorable.search(key):
-            if kept.search(key):
+            if unused_pattern.search(key):
                 unused.append(key)
             elif tolerance.composite is not None and not former.search(key):
                 of_towers.add(key)
@@ -195,7 +195,7 @@ def fit_checkpoint(
             return None
         return "the model has no such tensor"
 
-    found = match(
+    matches = match(
         files.tensors,
         lambda key: None if key in mismatched else names.found[key],
         adapter.own,
@@ -204,29 +204,29 @@ def fit_checkpoint(
         may_miss=lambda name: not strict or name in new_head or name in misfits or bool(optional.search(name)),
         why_unexpected=why_unexpected,
     )
-    found.problems += _dtype_problems(adapter, found, files)
+    matches.problems += _dtype_problems(adapter, matches, files)
     if strict and keeps_mtp:
-        found.problems += mtp_names.incomplete(of_mtp)
-    if not found.problems:
-        found.problems += _tie_problems(adapter, found, files, share)
-    if found.problems:
+        matches.problems += mtp_names.incomplete(of_mtp)
+    if not matches.problems:
+        matches.problems += _tie_problems(adapter, matches, files, share)
+    if matches.problems:
         summary = f"{files.folder} does not fit {class_name(model)}"
         has_new_head = options.new_head
         if predicts_words(model) and unknown:  # a new head does not help if other keys are unknown
             all_heads = head_keys(model, names.renamed, unknown, files.tensors, options.key_mapping)
             has_new_head |= not set(unknown) <= all_heads
-        advice = advice_for(model, adapter, names, found, new_head=has_new_head, passed=tolerance.passed)
-        raise CheckpointError(summary, found.problems, advice)
+        advice = advice_for(model, adapter, names, matches, new_head=has_new_head, passed=tolerance.passed)
+        raise CheckpointError(summary, matches.problems, advice)
     note_mtp(model, files, of_mtp, options.mtp)
     dtypes = _target_dtypes(model, adapter, dtype)
     if _stored_dtypes.get():
         dtypes |= {
             name: widest(files.tensors[key].dtype for key, _ in sources)
-            for name, sources in found.sources.items()
+            for name, sources in matches.sources.items()
             if not any(key in files.dequantized for key, _ in sources)
         }
     heads, towers = frozenset(of_head), frozenset(of_towers)
-    return Fit(adapter, names, found, dtypes, skipped, unused, of_mtp, heads, towers, mismatched)
+    return Fit(adapter, names, matches, dtypes, skipped, unused, of_mtp, heads, towers, mismatched)
 
 
 def _accept_equal_parts(
@@ -294,14 +294,14 @@ def joined(patterns: Iterable[str]) -> re.Pattern[str]:
 
 def _target_dtypes(model: PreTrainedModel, adapter: StateDictAdapter, dtype: torch.dtype) -> dict[str, torch.dtype]:
     """Return the dtype of each parameter and buffer: as built, or fp32 if transformers keeps it in fp32."""
-    kept = kept_dtypes(model, dtype)
-    return {name: kept(name) or spec.dtype for name, spec in adapter.own.items()}
+    planned_dtype = kept_dtypes(model, dtype)
+    return {name: planned_dtype(name) or spec.dtype for name, spec in adapter.own.items()}
 
 
-def _dtype_problems(adapter: StateDictAdapter, found: Match, files: CheckpointFiles) -> list[Problem]:
+def _dtype_problems(adapter: StateDictAdapter, matches: Match, files: CheckpointFiles) -> list[Problem]:
     """Find integers or 8-bit floats that are stored for floating-point parameters: a quantized checkpoint."""
     problems = []
-    for name, sources in found.sources.items():
+    for name, sources in matches.sources.items():
         for key, _ in sources:
             stored = files.tensors[key]
             if adapter.own[name].dtype.is_floating_point and not is_wide_float(stored.dtype):
@@ -311,14 +311,14 @@ def _dtype_problems(adapter: StateDictAdapter, found: Match, files: CheckpointFi
 
 
 def _tie_problems(
-    adapter: StateDictAdapter, found: Match, files: CheckpointFiles, share: tuple[int, int]
+    adapter: StateDictAdapter, matches: Match, files: CheckpointFiles, share: tuple[int, int]
 ) -> list[Problem]:
     """Return a problem for each tied tensor that is stored twice, with different values in the compared slice."""
     index, count = share
     problems = []
-    for name, kept in adapter.tied.items():
-        if name in found.sources and kept in found.sources:
-            first, second = (found.sources[tied_name][0][0] for tied_name in (name, kept))
+    for name, source_name in adapter.tied.items():
+        if name in matches.sources and source_name in matches.sources:
+            first, second = (matches.sources[tied_name][0][0] for tied_name in (name, source_name))
             shares = [torch.tensor_split(files.read(files.tensors[key]), count)[index] for key in (first, second)]
             if not have_same_values(*shares):
                 detail = f"differs from {second}, but the configuration ties them (tie_word_embeddings)"

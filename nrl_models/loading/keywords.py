@@ -123,9 +123,11 @@ def _wrong_types(keywords: Mapping[str, Any]) -> list[str]:
     for name, kind in _OBJECTS.items():
         allowed[name] = (*allowed.get(name, ()), kind)
     return [
-        f"{name}={shown(value)}: expected {' or '.join(kind.__name__ for kind in allowed[own])}"
+        f"{name}={shown(value)}: expected {' or '.join(kind.__name__ for kind in allowed[option])}"
         for name, value in keywords.items()
-        if (own := ALIASES.get(name, name)) in allowed and value is not None and not isinstance(value, allowed[own])
+        if (option := ALIASES.get(name, name)) in allowed
+        and value is not None
+        and not isinstance(value, allowed[option])
     ]
 
 
@@ -204,20 +206,20 @@ def by_own_names(keywords: Mapping[str, Any]) -> dict[str, Any]:
     wrong += filter(None, (_wrong_keys(of_keys), _wrong_quantization(of_quantization)))
     if isinstance(mapping := keywords.get("key_mapping"), Mapping):
         wrong += filter(None, (_wrong_renaming(*renaming) for renaming in mapping.items()))
-    found: dict[str, Any] = {}
+    options: dict[str, Any] = {}
     names: dict[str, str] = {}
     for name, value in keywords.items():
         if name in ALWAYS or name in _FROM_AUTO or name == "use_safetensors":
             continue
-        own = ALIASES.get(name, name)
-        if own in found and not _are_same(own, found[own], value):
+        option = ALIASES.get(name, name)
+        if option in options and not _are_same(option, options[option], value):
             wrong.append(
-                f"{names[own]}={shown(found[own])} and {name}={shown(value)}: two names of the same option, "
-                f"with different values. Pass only {own}"
+                f"{names[option]}={shown(options[option])} and {name}={shown(value)}: two names of the same option, "
+                f"with different values. Pass only {option}"
             )
-        found[own], names[own] = value, name
+        options[option], names[option] = value, name
     if wrong:
         raise UnknownArgumentError("; ".join(wrong))
     if "torch_dtype" in keywords:
         logger.warning_once("`torch_dtype` is deprecated here and in transformers: use `dtype`.")
-    return found
+    return options

@@ -149,10 +149,10 @@ class LoadOptions:
         refuse_meta(self.device, self.device_map)
         if self.device is not None:
             present_device(self.device)
-        given = [name for name in ("device", "device_map", "mesh") if getattr(self, name) is not None]
-        if len(given) > 1 and given != ["device", "mesh"]:
+        destinations = [name for name in ("device", "device_map", "mesh") if getattr(self, name) is not None]
+        if len(destinations) > 1 and destinations != ["device", "mesh"]:
             raise UnknownArgumentError(
-                f"{' and '.join(given)}: expected only one of them, because each sets the model's device"
+                f"{' and '.join(destinations)}: expected only one of them, because each sets the model's device"
             )
         if self.plan is not None and self.mesh is None:
             raise UnknownArgumentError("plan needs a mesh to shard over: also pass mesh")

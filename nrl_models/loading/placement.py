@@ -52,20 +52,20 @@ def dispatch(
         UnknownArgumentError: If the map uses "disk" without `offload_folder`.
     """
     memory = None if max_memory is None else dict(max_memory)
-    found = dict(computed_device_map(model=model, device_map=device_map, max_memory=memory, hf_quantizer=None))
-    places = set(found.values())
+    module_devices = dict(computed_device_map(model=model, device_map=device_map, max_memory=memory, hf_quantizer=None))
+    places = set(module_devices.values())
     if "disk" in places:
-        offload_folder = _own_folder(found, offload_folder)
-        if found == {"": "disk"}:  # accelerate finds no tensors below an empty name
-            found = {name: "disk" for name, _ in model.named_children()}
+        offload_folder = _own_folder(module_devices, offload_folder)
+        if module_devices == {"": "disk"}:  # accelerate finds no tensors below an empty name
+            module_devices = {name: "disk" for name, _ in model.named_children()}
     if len(places) == 1 and places != {"disk"}:
         if places != {"cpu"}:  # modules that are missing in the map are already on the CPU
-            check_device_map(model, found)
+            check_device_map(model, module_devices)
         return model.to(*places)
     accelerate_dispatch(
         model=model,
         hf_quantizer=None,
-        device_map=found,
+        device_map=module_devices,
         offload_folder=offload_folder,
         offload_index=None,
         offload_buffers=offload_buffers,
@@ -84,7 +84,7 @@ def require_offload_folder(places: Mapping[str, object], offload_folder: str | P
         UnknownArgumentError: If it is None, or a part of its path is a file.
     """
     if offload_folder is None:
-        names = [name or "the model" for name, place in places.items() if place == "disk"]
+        names = [name or "the model" for name, device in places.items() if device == "disk"]
         raise UnknownArgumentError(f"device_map: {listed(names)} on 'disk': pass offload_folder, the directory for it")
     return checked_offload_folder(offload_folder)
 
@@ -111,9 +111,9 @@ def _own_folder(places: Mapping[str, object], offload_folder: str | Path | None)
     """
     folder = require_offload_folder(places, offload_folder)
     folder.mkdir(parents=True, exist_ok=True)
-    own = Path(tempfile.mkdtemp(prefix="model-", dir=folder))
-    atexit.register(shutil.rmtree, own, ignore_errors=True)
-    return own
+    model_folder = Path(tempfile.mkdtemp(prefix="model-", dir=folder))
+    atexit.register(shutil.rmtree, model_folder, ignore_errors=True)
+    return model_folder
 
 
 def checked_memory(max_memory: Mapping[int | str, int | str]) -> None:
@@ -161,10 +161,10 @@ def checked_map(device_map: DeviceMap) -> str | dict[str, Any]:
         as_map: Any = check_and_set_device_map(device_map)
         places = dict(as_map)
     first: dict[torch.device, Device] = {torch.device("cpu"): "cpu"}
-    for name, place in places.items():
-        if place != "disk":  # accelerate treats two names of a device as two devices
-            device = present_device(place, f"device_map[{name!r}]")
-            places[name] = first.setdefault(torch.empty(0, device=device).device, place)
+    for name, requested_device in places.items():
+        if requested_device != "disk":  # accelerate treats two names of a device as two devices
+            device = present_device(requested_device, f"device_map[{name!r}]")
+            places[name] = first.setdefault(torch.empty(0, device=device).device, requested_device)
     return places
 
 
@@ -185,21 +185,23 @@ def present_device(device: Device, keyword: str = "device") -> torch.device:
             raise DeviceError(f"{_subject(keyword, device)}: no such accelerator; available: {', '.join(there)}")
         return torch.device(device)
     try:
-        found = torch.device(device)
+        torch_device = torch.device(device)
     except (RuntimeError, TypeError) as error:
         more = STRATEGIES if keyword == "device_map" else ()
         raise _no_device(keyword, device, more) from error
-    numbered = found if found.index is not None else torch.device(found.type, 0)
-    if found.type not in ("cpu", "meta") and str(numbered) not in there:
+    numbered = torch_device if torch_device.index is not None else torch.device(torch_device.type, 0)
+    if torch_device.type not in ("cpu", "meta") and str(numbered) not in there:
         kinds = {name.partition(":")[0] for name in there}
-        reason = "no such device" if found.type in kinds else f"{found.type.upper()} is not available to torch"
+        reason = (
+            "no such device" if torch_device.type in kinds else f"{torch_device.type.upper()} is not available to torch"
+        )
         raise DeviceError(f"{_subject(keyword, str(device))}: {reason}; available: {', '.join(there)}")
-    return found
+    return torch_device
 
 
-def _no_device(keyword: str, given: object, more: Iterable[str]) -> UnknownArgumentError:
+def _no_device(keyword: str, device: object, more: Iterable[str]) -> UnknownArgumentError:
     others = "".join(f", {other}" for other in more)
-    return UnknownArgumentError(f"{_subject(keyword, given)}: expected a device (cpu, cuda:0, 0){others}")
+    return UnknownArgumentError(f"{_subject(keyword, device)}: expected a device (cpu, cuda:0, 0){others}")
 
 
 def _subject(keyword: str, device: object) -> str:
@@ -235,7 +237,11 @@ def refuse_meta(*places: object) -> None:
     Raises:
         DeviceError: If one of them is meta.
     """
-    devices = [device for place in places for device in (place.values() if isinstance(place, Mapping) else [place])]
+    devices = [
+        device
+        for destination in places
+        for device in (destination.values() if isinstance(destination, Mapping) else [destination])
+    ]
     if any(isinstance(device, str | torch.device) and str(device).startswith("meta") for device in devices):
         raise DeviceError(
             "from_pretrained loads weights, which the meta device cannot hold: for a model without weights call "

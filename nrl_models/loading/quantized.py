@@ -154,8 +154,8 @@ def _accepted(
 
 def _unused(model: PreTrainedModel, keys: Iterable[str], key_mapping: Mapping[str, str] | None) -> list[str]:
     """Return the keys of tensors that the family keeps, whose linears the model does not have."""
-    ignored, kept = joined(model._keys_to_ignore_on_load_unexpected or ()), keeps_unused(model)
-    candidates = [key for key in keys if ignored.search(key) and kept.search(key)]
+    ignored, unused_pattern = joined(model._keys_to_ignore_on_load_unexpected or ()), keeps_unused(model)
+    candidates = [key for key in keys if ignored.search(key) and unused_pattern.search(key)]
     conversions = get_model_conversion_mapping(model, dict(key_mapping) if key_mapping else None)
     owners = {name.rpartition(".")[0] for name in model.state_dict(keep_vars=True)}
     prefix = base_prefix(model)
@@ -173,10 +173,12 @@ def _require_quantized_ties(model: PreTrainedModel) -> None:
     Raises:
         ConfigurationError: If some have other weights, with which their forward fails.
     """
-    tied = {name: (owner_of(model, name)[0], kept) for name, kept in tied_names(model).items()}
+    tied = {name: (owner_of(model, name)[0], source_name) for name, source_name in tied_names(model).items()}
     plain = {
-        name.rpartition(".")[0]: f"is tied to {kept}, which is not quantized, so {type(linear).__name__} cannot run"
-        for name, (linear, kept) in tied.items()
+        name.rpartition(".")[0]: (
+            f"is tied to {source_name}, which is not quantized, so {type(linear).__name__} cannot run"
+        )
+        for name, (linear, source_name) in tied.items()
         if type(linear).__module__.startswith("bitsandbytes.") and type(linear.weight) is nn.Parameter
     }
     if plain:

@@ -98,8 +98,8 @@ def read_config(
         raise _refused_values(folder, error, "correct the values that its class rejects") from error
     if needs_its_code:  # its class may treat these keys in any way
         return config
-    if found := without_ignored(contradicting_keys(content, config), ignored):
-        raise ConfigurationError(f"{folder} states two rotary embeddings", found)
+    if problems := without_ignored(contradicting_keys(content, config), ignored):
+        raise ConfigurationError(f"{folder} states two rotary embeddings", problems)
     return config
 
 
@@ -192,8 +192,8 @@ def _needs_its_code(
 
 def _without_model_type(folder: Path, architectures: Sequence[str]) -> UnknownArchitectureError:
     """Return the error for a configuration without `model_type`, which transformers' auto classes require."""
-    classes = {name: found for name in architectures if (found := class_of_transformers(name)) is not None}
-    types = {name: getattr(found.config_class, "model_type", "") for name, found in classes.items()}
+    classes = {name: model_class for name in architectures if (model_class := class_of_transformers(name)) is not None}
+    types = {name: getattr(model_class.config_class, "model_type", "") for name, model_class in classes.items()}
     advice = "add the model_type of the class that saved the checkpoint"
     if known := {name: kind for name, kind in types.items() if kind in CONFIG_MAPPING}:
         advice = "add " + " or ".join(f'"model_type": "{kind}" (for {name})' for name, kind in known.items())

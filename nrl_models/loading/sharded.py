@@ -66,15 +66,15 @@ def load_sharded(
     with agreed(mesh, "load the checkpoint") as facts:
         chosen = plan_for(model, mesh, plan)
         # The checkpoint has to fit the complete model, even if this rank holds only some stages.
-        sharding, whole = divide_stages(model, mesh, chosen, cut_for(model, mesh, chosen))
+        sharding, full_model = divide_stages(model, mesh, chosen, cut_for(model, mesh, chosen))
         share = (mesh.get_coordinate() or [0])[-1], mesh.size(mesh.ndim - 1)
-        fit = fit_checkpoint(whole, files, dtype=dtype, tolerance=tolerance, share=share)
-        for part in (model, whole):
+        fit = fit_checkpoint(full_model, files, dtype=dtype, tolerance=tolerance, share=share)
+        for part in (model, full_model):
             set_loaded_conversions(part, fit.names.used_conversions())
             note_loaded_names(part, fit.names.loaded)
         _retype(model, fit)
         keep_unused(model, fit, files, dtype)
-        sharding.finish(model, whole, fit.dtypes)
+        sharding.finish(model, full_model, fit.dtypes)
         divide_data(model, sharding)
         facts |= {
             "class": type(model).__name__,
@@ -108,32 +108,34 @@ def _retype(model: nn.Module, fit: Fit) -> None:
 def _fill(model: PreTrainedModel, fit: Fit, files: CheckpointFiles, device: torch.device) -> None:
     """Map or read this rank's shard of every tensor, several at a time."""
     sharding = sharding_of(model)
-    own = model.state_dict()
+    local_state = model.state_dict()
     slices = {  # of this rank's stages only
-        name: slices_of(name, own[name], ((files.tensors[key], target) for key, target in sources), fit.dtypes[name])
+        name: slices_of(
+            name, local_state[name], ((files.tensors[key], target) for key, target in sources), fit.dtypes[name]
+        )
         for name, sources in fit.found.sources.items()
-        if name in own
+        if name in local_state
     }
     sharding.loaded_bytes = sum(part.nbytes for parts in slices.values() for part in parts)
     shards: dict[str, torch.Tensor] = {}
     copied: dict[str, list[tuple[ShardSlice, Block]]] = defaultdict(list)
-    groups = _neighboring_shards(model, fit, own)
+    groups = _neighboring_shards(model, fit, local_state)
     grouped = {name for names in groups for name in names}
     for names in [*groups, *((name,) for name in slices if name not in grouped)]:
-        shapes, dtype = [local_of(own[name]).shape for name in names], fit.dtypes[names[0]]
+        shapes, dtype = [local_of(local_state[name]).shape for name in names], fit.dtypes[names[0]]
         # With offloading FSDP keeps its shards on the CPU.
-        is_offloaded = sharding.plan.offload and isinstance(own[names[0]], DTensor)
-        place = torch.device("cpu") if is_offloaded else device
+        is_offloaded = sharding.plan.offload and isinstance(local_state[names[0]], DTensor)
+        shard_device = torch.device("cpu") if is_offloaded else device
         parts = [slices[name] for name in names]
         memory = None
-        if place.type == "cpu":
+        if shard_device.type == "cpu":
             memory = map_consecutive([[part.run() for part in of_name] for of_name in parts], shapes, files, dtype)
         is_mapped = memory is not None
         if memory is None:
-            memory = torch.empty(Buffer.shape_of(shapes), dtype=dtype, device=place)
+            memory = torch.empty(Buffer.shape_of(shapes), dtype=dtype, device=shard_device)
         locals_ = Buffer(memory, [shape[0] for shape in shapes]).neighbors() if len(names) > 1 else [memory]
         for name, local, of_name in zip(names, locals_, parts, strict=True):
-            shards[name] = over_shard(own[name], local) if isinstance(own[name], DTensor) else local
+            shards[name] = over_shard(local_state[name], local) if isinstance(local_state[name], DTensor) else local
             for part in () if is_mapped else of_name:
                 copied[part.stored.key].append((part, part.over(local)))
 
@@ -145,15 +147,17 @@ def _fill(model: PreTrainedModel, fit: Fit, files: CheckpointFiles, device: torc
     run_readers(read, sorted(copied.values(), key=lambda parts: -sum(part.nbytes for part, _ in parts)))
     for name, tensor in shards.items():
         install(model, name, tensor)
-    _initialize_missing(model, fit, device, own)
+    _initialize_missing(model, fit, device, local_state)
     for ties in (fit.found.copies, fit.adapter.tied):
-        share_copies(model, {name: given for name, given in ties.items() if name in own})
+        share_copies(model, {name: source_name for name, source_name in ties.items() if name in local_state})
     move_buffers(model, device)
     join(model)
     require_written(model)
 
 
-def _neighboring_shards(model: PreTrainedModel, fit: Fit, own: Mapping[str, torch.Tensor]) -> list[tuple[str, ...]]:
+def _neighboring_shards(
+    model: PreTrainedModel, fit: Fit, local_state: Mapping[str, torch.Tensor]
+) -> list[tuple[str, ...]]:
     """Return the names of grouped parameters that share a buffer; none with `fsdp`, which allocates its own."""
     if "fsdp" in (sharding_of(model).mesh.mesh_dim_names or ()):
         return []
@@ -161,34 +165,34 @@ def _neighboring_shards(model: PreTrainedModel, fit: Fit, own: Mapping[str, torc
         names
         for names in neighboring_parameters(model)
         if all(name in fit.found.sources for name in names)
-        and len({(local_of(own[name]).shape[1:], fit.dtypes[name]) for name in names}) == 1
+        and len({(local_of(local_state[name]).shape[1:], fit.dtypes[name]) for name in names}) == 1
     ]
 
 
-def _initialize_missing(model: PreTrainedModel, fit: Fit, device: torch.device, own: Collection[str]) -> None:
-    """Initialize missing parameters of `own` as transformers does, module by module, the same on every rank."""
+def _initialize_missing(model: PreTrainedModel, fit: Fit, device: torch.device, local_state: Collection[str]) -> None:
+    """Initialize missing parameters of `local_state` as transformers does, module by module, the same on every rank."""
     mesh = sharding_of(model).mesh
     (seed, *_) = gather_over(mesh, torch.initial_seed()) if fit.found.missing else (0,)
     by_module: dict[str, list[str]] = defaultdict(list)
-    for name in (name for name in fit.found.missing if name in own):  # in the same order on each rank
+    for name in (name for name in fit.found.missing if name in local_state):  # in the same order on each rank
         owner, _, attribute = name.rpartition(".")
         by_module[owner].append(attribute)
     for owner, attributes in by_module.items():
         module = model.get_submodule(owner)
-        whole = copy.copy(module)  # the same module with full tensors to initialize
-        whole.__dict__["_parameters"] = {
+        full_module = copy.copy(module)  # the same module with full tensors to initialize
+        full_module.__dict__["_parameters"] = {
             attribute: None if parameter is None else nn.Parameter(torch.empty(parameter.shape, dtype=parameter.dtype))
             for attribute, parameter in module._parameters.items()
         }
-        mark_initialized(whole, False)
+        mark_initialized(full_module, False)
         with random_states_kept(), torch.no_grad():
             torch.manual_seed(seed)
-            model._init_weights(whole)
+            model._init_weights(full_module)
         for attribute in attributes:
             placeholder = module._parameters.get(attribute)
             if placeholder is None:  # a buffer: real already
                 continue
-            value = whole.get_parameter(attribute).detach()
+            value = full_module.get_parameter(attribute).detach()
             if isinstance(placeholder, DTensor):
                 share = share_of(placeholder, value).to(device, copy=True).contiguous()
                 value = over_shard(placeholder, share)

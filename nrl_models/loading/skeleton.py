@@ -81,9 +81,9 @@ def construction(
     model_class: type[PreTrainedModel], combine: Combine, backend: BackendConfig | None, device: torch.device
 ) -> dict[str, Any]:
     """Return the keyword arguments for `model_class._from_config`."""
-    given = backend or BackendConfig()
-    combined = should_combine(given.combine if combine == "auto" else combine, device)
-    options: dict[str, Any] = given.implementations()
+    backend_config = backend or BackendConfig()
+    combined = should_combine(backend_config.combine if combine == "auto" else combine, device)
+    options: dict[str, Any] = backend_config.implementations()
     # A Hugging Face class that is not rewritten has no linears to fuse.
     return options | {"combine": combined} if hasattr(model_class, "rewrites") else options
 
@@ -126,9 +126,9 @@ def checked_dtype(dtype: str | torch.dtype) -> torch.dtype:
 
 def share_copies(model: nn.Module, copies: Mapping[str, str]) -> None:
     """Tie parameters: each key of `copies` becomes the parameter that its value names."""
-    for name, given in copies.items():
+    for name, source_name in copies.items():
         module, attribute = owner_of(model, name)
-        module._parameters[attribute] = model.get_parameter(given)
+        module._parameters[attribute] = model.get_parameter(source_name)
 
 
 def move_buffers(model: nn.Module, device: torch.device) -> None:

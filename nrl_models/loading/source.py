@@ -121,9 +121,9 @@ def one_generation(path: str | Path) -> Iterator[tuple[Path, FileWatch]]:
     Raises:
         CheckpointError: If there is no checkpoint, or its files were replaced.
     """
-    found = resolve_folder(path)
-    with FileWatch(found.parent if is_gguf(found) else found) as watch:
-        yield found if is_gguf(found) else watch.location, watch
+    folder = resolve_folder(path)
+    with FileWatch(folder.parent if is_gguf(folder) else folder) as watch:
+        yield folder if is_gguf(folder) else watch.location, watch
         watch.require(GENERATION_NAME)
         watch.check()
 
@@ -177,11 +177,11 @@ def open_source(
             if isinstance(options.config, PreTrainedConfig):
                 config = copy.deepcopy(options.config)
             else:
-                place = as_path(options.config or folder or Path())
-                place = current(place) if place.exists() else resolve_folder(place)
+                config_path = as_path(options.config or folder or Path())
+                config_path = current(config_path) if config_path.exists() else resolve_folder(config_path)
                 ignored = (*KEYS, "rope_parameters") if "rope_parameters" in overrides else options.ignore_config_keys
                 config = read_config(
-                    place,
+                    config_path,
                     trust_remote_code=options.trust_remote_code,
                     ignored=ignored,
                     default_class=config_class,
@@ -201,12 +201,12 @@ def _named_path(path_or_id: str | Path | None, keywords: Mapping[str, Any]) -> t
 
     The path is None if `config` and `state_dict` replace it.
     """
-    given = [path for path in (path_or_id, keywords.get(PATH_NAME)) if path is not None]
+    paths = [path for path in (path_or_id, keywords.get(PATH_NAME)) if path is not None]
     complete = all(keywords.get(name) is not None for name in ("config", "state_dict"))
-    if len(given) > 1 or (not given and not complete):
+    if len(paths) > 1 or (not paths and not complete):
         raise UnknownArgumentError(
             f"expected a directory or the name of a hub repository, once: as the first argument, or as {PATH_NAME}. "
             "Without one, pass both config= and state_dict=, or call from_config(config) for a model with new weights"
         )
     rest = {name: value for name, value in keywords.items() if name != PATH_NAME}
-    return (given[0] if given else None), rest
+    return (paths[0] if paths else None), rest

@@ -100,15 +100,15 @@ def keep_unused(model: PreTrainedModel, fit: Fit, files: CheckpointFiles, dtype:
 
 def _read(model: PreTrainedModel, fit: Fit, files: CheckpointFiles, device: torch.device) -> None:
     """Read every tensor of the model, several sources at a time."""
-    adapter, found, dtypes = fit.adapter, fit.found, fit.dtypes
+    adapter, matches, dtypes = fit.adapter, fit.found, fit.dtypes
     tensors: dict[str, torch.Tensor] = {}
     copies: list[tuple[str, StoredTensor, HFTensor]] = []
     groups = [names for names in neighboring_parameters(model) if _fit_together(names, fit)]
     grouped = {name for names in groups for name in names}
-    for names in [*groups, *((name,) for name in found.sources if name not in grouped)]:
+    for names in [*groups, *((name,) for name in matches.sources if name not in grouped)]:
         shapes, dtype = [adapter.own[name].shape for name in names], dtypes[names[0]]
-        whole = Buffer.shape_of(shapes)
-        sources = {name: [(files.tensors[key], target) for key, target in found.sources[name]] for name in names}
+        buffer_shape = Buffer.shape_of(shapes)
+        sources = {name: [(files.tensors[key], target) for key, target in matches.sources[name]] for name in names}
         memory = None
         if device.type == "cpu":
             blocks = [
@@ -117,7 +117,7 @@ def _read(model: PreTrainedModel, fit: Fit, files: CheckpointFiles, device: torc
             ]
             memory = map_consecutive(blocks, shapes, files, dtype)
         if memory is None:
-            memory = torch.empty(whole, dtype=dtype, device=device)
+            memory = torch.empty(buffer_shape, dtype=dtype, device=device)
             copies += [(name, stored, target) for name in names for stored, target in sources[name]]
         pieces = Buffer(memory, [shape[0] for shape in shapes]).neighbors() if len(names) > 1 else [memory]
         tensors.update(zip(names, pieces, strict=True))
@@ -163,10 +163,10 @@ def run_readers(read: Callable[[Any], None], jobs: Sequence[Any]) -> None:
 
 def _block_of(target: HFTensor, memory: torch.Tensor) -> torch.Tensor | None:
     """Return the block of a parameter that is a Hugging Face tensor; None if that is not one block, or transposed."""
-    place = None if target.view is None else target.view.place_in(tuple(memory.shape))
-    if place is None or not place.is_block:
+    region = None if target.view is None else target.view.place_in(tuple(memory.shape))
+    if region is None or not region.is_block:
         return None
-    return memory.view(-1)[place.offset : place.offset + torch.Size(target.shape).numel()]
+    return memory.view(-1)[region.offset : region.offset + torch.Size(target.shape).numel()]
 
 
 def _fit_together(names: Sequence[str], fit: Fit) -> bool:
@@ -178,8 +178,8 @@ def _fit_together(names: Sequence[str], fit: Fit) -> bool:
 
 def _block_of_stored(stored: StoredTensor, target: HFTensor, shape: tuple[int, ...]) -> tuple[int, StoredTensor] | None:
     """Return a stored tensor, and its offset in a parameter of `shape`; None if it is not one block of it."""
-    place = None if target.view is None else target.view.place_in(shape)
-    return None if place is None or not place.is_block else (place.offset, stored)
+    region = None if target.view is None else target.view.place_in(shape)
+    return None if region is None or not region.is_block else (region.offset, stored)
 
 
 def map_consecutive(
@@ -218,11 +218,11 @@ def map_consecutive(
 
 def _finish(model: PreTrainedModel, fit: Fit, device: torch.device) -> None:
     """Initialize missing parameters, tie weights, and move buffers to the device."""
-    found = fit.found
-    share_copies(model, found.copies)
+    matches = fit.found
+    share_copies(model, matches.copies)
     move_buffers(model, device)
-    if found.missing:
-        for name in found.missing:
+    if matches.missing:
+        for name in matches.missing:
             placeholder = getattr(*owner_of(model, name))
             if placeholder.device.type == "meta":
                 install(model, name, torch.empty_like(placeholder, device=device))

@@ -137,16 +137,16 @@ class DequantizedFiles(CheckpointFiles):
             if not is_fp4 and values.dtype not in FP8:
                 continue
             names = _scale_names(key)
-            found = [name for name in names if name in self.tensors]
-            if is_fp4 and not found:  # regular integers
+            stored_names = [name for name in names if name in self.tensors]
+            if is_fp4 and not stored_names:  # regular integers
                 continue
             for name in _activation_scale_names(key):
                 self.tensors.pop(name, None)
-            if not found:
+            if not stored_names:
                 detail = f"is missing, and so is {', '.join(names[1:])}, but {key} is FP8"
                 problems.append(Problem(ProblemKind.MISSING, names[0], detail, values.file))
                 continue
-            scales = self.tensors.pop(found[0])
+            scales = self.tensors.pop(stored_names[0])
             shape = (*values.shape[:-1], 2 * values.shape[-1]) if is_fp4 else values.shape
             tensor_block, expected = _block_for(shape, scales.shape, None if is_fp4 else block)
             if expected:

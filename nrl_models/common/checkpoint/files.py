@@ -115,8 +115,8 @@ class CheckpointFiles:
         """
         stored = (tensor for key, tensor in self.tensors.items() if key not in self.dequantized)
         in_order = sorted(stored, key=lambda tensor: (tensor.file, tensor.key))
-        found = (tensor.dtype for tensor in in_order if tensor.dtype.is_floating_point and tensor.dtype.itemsize > 1)
-        return self._index_dtype or next(found, None)
+        dtypes = (tensor.dtype for tensor in in_order if tensor.dtype.is_floating_point and tensor.dtype.itemsize > 1)
+        return self._index_dtype or next(dtypes, None)
 
     def stored_as(self, tensor: StoredTensor) -> str:
         """Return the name of the dtype in which a tensor is stored."""
@@ -230,8 +230,8 @@ class CheckpointFiles:
         if self._named is not None:
             problems.append(Problem(ProblemKind.FILE, self._named, f"is missing, and {KEY} in {CONFIG_NAME} names it"))
             return {}
-        if found := pickles_in(self.folder):
-            problems.append(only_pickles(self.folder, found, variant))
+        if pickles := pickles_in(self.folder):
+            problems.append(only_pickles(self.folder, pickles, variant))
         else:
             problems.append(without_weights(self.folder, self.weights_name, self.index_name))
         return {}
@@ -301,14 +301,14 @@ class CheckpointFiles:
         if (problem := damage_of(handle, file)) is not None:
             problems.append(problem)
             return
-        found = set()
+        stored_keys = set()
         for tensor in stored_tensors(handle, file, problems):
-            found.add(tensor.key)
+            stored_keys.add(tensor.key)
             if tensor.key in self.tensors:
                 other = self.tensors[tensor.key].file
                 problems.append(Problem(ProblemKind.DUPLICATED, tensor.key, f"is in {other} and in {file}"))
             self.tensors[tensor.key] = tensor
-        for key in sorted((expected or set()) - found):
+        for key in sorted((expected or set()) - stored_keys):
             problems.append(
                 Problem(ProblemKind.INDEX, key, f"is not in {file}, although {self.index_name} lists it there", file)
             )

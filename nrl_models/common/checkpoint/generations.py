@@ -42,8 +42,8 @@ def identity_at(path: Path) -> Identity | None:
 
 def version_at(path: Path) -> list[int] | None:
     """Return size and time of the file at a path, which copies and other mounts preserve; None if there is none."""
-    found = identity_at(path)
-    return None if found is None else list(found[2:])
+    file_identity = identity_at(path)
+    return None if file_identity is None else list(file_identity[2:])
 
 
 def plain(folder: Path) -> Path:
@@ -139,12 +139,12 @@ def written_since(folder: Path) -> list[str]:
     record = read_record(folder / PUBLISHED)
     if record is None:
         return [f"{PUBLISHED}/{RECORD}"]
-    found = []
+    foreign_files = []
     for name in sorted({*record["replaces"], *record["files"]}):
         known = (None, record["replaces"].get(name), version_at(folder / PUBLISHED / name))
         if version_at(folder / name) not in known:
-            found.append(name)
-    return found
+            foreign_files.append(name)
+    return foreign_files
 
 
 class FileWatch:
@@ -191,9 +191,9 @@ class FileWatch:
         """Return the files that differ from those that were read."""
         while True:
             location = current(self.folder)
-            found = [name for name, seen in self._seen.items() if identity_at(location / name) != seen]
-            if not found or current(self.folder) == location:
-                return found
+            changed_files = [name for name, seen in self._seen.items() if identity_at(location / name) != seen]
+            if not changed_files or current(self.folder) == location:
+                return changed_files
 
     def require(self, name: str) -> None:
         """Raise if a file that existed at first was moved by a save before it was read.

@@ -32,11 +32,11 @@ def is_pointer(data: bytes) -> bool:
 
 def pointers_in(folder: Path) -> list[str]:
     """Return the names of files in a directory that are Git LFS pointers."""
-    found = []
+    pointers = []
     for file in sorted(folder.glob("*")):
         with suppress(OSError), open_regular(file) as handle:
-            found += [file.name] if is_pointer(handle.read(64)) else []
-    return found
+            pointers += [file.name] if is_pointer(handle.read(64)) else []
+    return pointers
 
 
 def read_object(file: Path) -> dict[str, Any]:
@@ -77,33 +77,33 @@ def open_regular(file: Path) -> BinaryIO:
     return open(file, "rb")
 
 
-def parse_object(data: bytes, name: str, place: object, kind: ProblemKind = ProblemKind.FILE) -> dict[str, Any]:
+def parse_object(data: bytes, name: str, source: object, kind: ProblemKind = ProblemKind.FILE) -> dict[str, Any]:
     """Parse a JSON object.
 
     Args:
         data: Contents of a file or an answer.
         name: Name for messages.
-        place: Origin of the data: a path or an address.
+        source: Origin of the data: a path or an address.
         kind: Kind of the problem if parsing fails.
 
     Raises:
         CheckpointError: See `read_object`.
     """
     if len(data) > MOST_BYTES:
-        raise _refused(name, place, kind, f"has more than {MOST_BYTES:,} bytes")
+        raise _refused(name, source, kind, f"has more than {MOST_BYTES:,} bytes")
     if is_pointer(data):
-        raise _refused(name, place, kind, POINTER, POINTER_ADVICE)
+        raise _refused(name, source, kind, POINTER, POINTER_ADVICE)
     try:
         content = json.loads(data.decode())
     except RecursionError as error:
-        raise _refused(name, place, kind, f"is nested deeper than {MOST_LEVELS} levels") from error
+        raise _refused(name, source, kind, f"is nested deeper than {MOST_LEVELS} levels") from error
     except ValueError as error:
-        raise _refused(name, place, kind, f"is not a JSON object: {error}") from error
+        raise _refused(name, source, kind, f"is not a JSON object: {error}") from error
     if not isinstance(content, dict):
-        found = "null" if content is None else type(content).__name__
-        raise _refused(name, place, kind, f"is not a JSON object: it is {found}")
+        type_name = "null" if content is None else type(content).__name__
+        raise _refused(name, source, kind, f"is not a JSON object: it is {type_name}")
     if _is_deeper(content, MOST_LEVELS):
-        raise _refused(name, place, kind, f"is nested deeper than {MOST_LEVELS} levels")
+        raise _refused(name, source, kind, f"is nested deeper than {MOST_LEVELS} levels")
     return content
 
 
@@ -149,12 +149,12 @@ def _adapter(kind: Any) -> Any:
 
 def _refused(
     name: str,
-    place: object,
+    source: object,
     kind: ProblemKind,
     detail: str,
     advice: str = "correct it, or download or save it again",
 ) -> CheckpointError:
-    return CheckpointError(f"cannot load {place}", [Problem(kind, name, detail, advice=advice)])
+    return CheckpointError(f"cannot load {source}", [Problem(kind, name, detail, advice=advice)])
 
 
 def _is_deeper(content: Any, levels: int) -> bool:

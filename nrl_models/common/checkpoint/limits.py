@@ -119,7 +119,7 @@ def _elements(func: Any, args: tuple[Any, ...]) -> float:
         start, end, step = (0, *args, 1)[:3] if len(args) == 1 else (*args, 1)[:3]
         return float(abs((end - start) / step)) if step else 0.0
     sizes = args[:1] if func is torch.full else args[2:3] if func is torch.linspace else args
-    flat = [size for given in sizes for size in (given if isinstance(given, (tuple, list)) else (given,))]
+    flat = [size for argument in sizes for size in (argument if isinstance(argument, (tuple, list)) else (argument,))]
     return math.prod(float(size) for size in flat)
 
 

@@ -97,8 +97,8 @@ def find_gguf(folder: Path, name: str | None = None) -> Path | None:
     Raises:
         CheckpointError: If there is none of that name, it has another suffix, or there are several without a name.
     """
-    found = sorted(path.name for path in folder.glob("*") if is_gguf(path))
-    listed = ", ".join(found) or "none"
+    gguf_names = sorted(path.name for path in folder.glob("*") if is_gguf(path))
+    listed = ", ".join(gguf_names) or "none"
     if name is not None:
         if (folder / name).is_file():
             if is_gguf(folder / name):
@@ -107,11 +107,11 @@ def find_gguf(folder: Path, name: str | None = None) -> Path | None:
             raise CheckpointError(f"cannot load {folder}", [problem], ["rename the GGUF file, or correct gguf_file"])
         problem = Problem(ProblemKind.FILE, name, f"no such file; GGUF files there: {listed}")
         raise CheckpointError(f"cannot load {folder}", [problem], ["correct gguf_file"])
-    if len(found) > 1:
+    if len(gguf_names) > 1:
         problem = Problem(ProblemKind.FILE, str(folder), f"has several GGUF files: {listed}")
         advice = "pass the path of one of them, or gguf_file= with its name"
         raise CheckpointError(f"cannot load {folder}", [problem], [advice])
-    return folder / found[0] if found else None
+    return folder / gguf_names[0] if gguf_names else None
 
 
 def similar_checkpoint(path: Path, *, or_config: bool = False) -> str:
@@ -150,16 +150,17 @@ def resume_checkpoint_in(folder: Path) -> tuple[str, str] | None:
     """Return the problem and the advice if a directory is a resume checkpoint, or a version of one; None otherwise."""
     try:
         if VERSION.fullmatch(folder.name) and (folder / MANIFEST_NAME).is_file():
-            problem, whole = "is one version of a resume checkpoint, which save_checkpoint wrote", folder.parent
+            problem, resume_folder = "is one version of a resume checkpoint, which save_checkpoint wrote", folder.parent
         elif any(VERSION.fullmatch(file.parent.name) for file in folder.glob(f"*/{MANIFEST_NAME}")):
-            problem, whole = "is a resume checkpoint, which save_checkpoint wrote", folder
+            problem, resume_folder = "is a resume checkpoint, which save_checkpoint wrote", folder
         else:
             return None
     except OSError:
         return None
     return f"{problem}; expected a Hugging Face checkpoint", (
-        f"load the original checkpoint with from_pretrained(..., mesh=mesh), then call load_checkpoint({str(whole)!r}, "
-        "model). To get a Hugging Face checkpoint, call model.save_pretrained afterwards"
+        "load the original checkpoint with from_pretrained(..., mesh=mesh), then call "
+        f"load_checkpoint({str(resume_folder)!r}, model). To get a Hugging Face checkpoint, call "
+        "model.save_pretrained afterwards"
     )
 
 
@@ -178,9 +179,9 @@ def cache_directory() -> Path:
     Raises:
         CheckpointError: If no directory can have the path in `$NRL_MODELS_CACHE`, see `as_path`.
     """
-    if own := os.environ.get(CACHE_VARIABLE):
+    if directory := os.environ.get(CACHE_VARIABLE):
         try:
-            return as_path(own)
+            return as_path(directory)
         except CheckpointError as error:
             raise CheckpointError(f"cannot use {CACHE_VARIABLE}", error.problems, ["correct the variable"]) from error
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "nrl_models"

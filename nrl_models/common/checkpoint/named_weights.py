@@ -153,18 +153,18 @@ def note_repository(folder: Path, name: str, files: Callable[[], Iterable[str]])
 
 def pickles_in(folder: Path) -> list[str]:
     """Return the names of pickled weights in a directory, or in the hub repository from which it was downloaded."""
-    if found := sorted(path.name for path in folder.glob("*") if is_pickle(path.name)):
-        return found
+    if pickles := sorted(path.name for path in folder.glob("*") if is_pickle(path.name)):
+        return pickles
     try:
         return sorted(filter(is_pickle, _repositories[folder][1]())) if folder in _repositories else []
     except Exception:  # any error of the network, for a cached repository: the caller reports the missing file
         return []
 
 
-def only_pickles(folder: Path, found: Collection[str], variant: str | None) -> Problem:
-    """Return the problem of a checkpoint without safetensors, which has the pickled weights `found`."""
-    detail = f"only {', '.join(found)} found, and only safetensors are read: other formats can run code"
-    return Problem(ProblemKind.FORMAT, str(folder), detail, advice=conversion_advice(folder, variant, found))
+def only_pickles(folder: Path, pickles: Collection[str], variant: str | None) -> Problem:
+    """Return the problem of a checkpoint without safetensors, which has the pickled weights `pickles`."""
+    detail = f"only {', '.join(pickles)} found, and only safetensors are read: other formats can run code"
+    return Problem(ProblemKind.FORMAT, str(folder), detail, advice=conversion_advice(folder, variant, pickles))
 
 
 def conversion_advice(folder: Path, variant: str | None = None, pickles: Collection[str] = ()) -> str:

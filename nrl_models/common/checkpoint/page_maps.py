@@ -78,8 +78,8 @@ def map_file(descriptor: int) -> tuple[mmap.mmap, int]:
 
     `mmap.mmap` keeps a file descriptor open as long as a tensor uses the memory. On Linux, this function does not.
     """
-    whole = map_runs([ByteRange(descriptor, 0, os.fstat(descriptor).st_size)])
-    return whole or (mmap.mmap(descriptor, 0, access=mmap.ACCESS_COPY), 0)
+    mapping = map_runs([ByteRange(descriptor, 0, os.fstat(descriptor).st_size)])
+    return mapping or (mmap.mmap(descriptor, 0, access=mmap.ACCESS_COPY), 0)
 
 
 def _reserve(nbytes: int) -> mmap.mmap:
@@ -108,11 +108,11 @@ def _place(memory: mmap.mmap, position: int, run: ByteRange) -> None:
     """Map the complete pages of `run` at `position` of `memory`, and read the rest at both ends."""
     fits = (run.start - position) % PAGE == 0
     head = min(-position % PAGE, run.nbytes) if fits else run.nbytes
-    whole = (run.nbytes - head) // PAGE * PAGE
-    if whole:
-        _map_fixed(memory, position + head, whole, run.descriptor, run.start + head)
+    page_bytes = (run.nbytes - head) // PAGE * PAGE
+    if page_bytes:
+        _map_fixed(memory, position + head, page_bytes, run.descriptor, run.start + head)
     _read(memory, position, run.descriptor, run.start, head)
-    tail = head + whole
+    tail = head + page_bytes
     _read(memory, position + tail, run.descriptor, run.start + tail, run.nbytes - tail)
 
 

@@ -153,13 +153,13 @@ def _no_subfolder(folder: Path, subfolder: str) -> CheckpointError:
 
 def _other_shards(folder: Path) -> list[str]:
     """Return the safetensors files that an index in a downloaded folder names and that are not called `model*`."""
-    found = {named} if (named := named_weights(folder)) is not None and problem_of(named) is None else set()
+    names = {named} if (named := named_weights(folder)) is not None and problem_of(named) is None else set()
     for index in sorted(folder.glob("*.safetensors.index*.json")):
         try:
-            found |= set(map(str, read_object(index)["weight_map"].values()))
+            names |= set(map(str, read_object(index)["weight_map"].values()))
         except (CheckpointError, KeyError, AttributeError):  # reported with all other problems when the index is read
             continue
-    return sorted(name for name in found if name.endswith(".safetensors") and not (folder / name).is_file())
+    return sorted(name for name in names if name.endswith(".safetensors") and not (folder / name).is_file())
 
 
 def _usable(folder: Path, gguf_file: str | None, needs_config: bool) -> Path:

@@ -179,8 +179,8 @@ def staged(target: str | Path) -> Iterator[Path]:
         if target.is_dir():
             remove_dead(target, TEMPORARY)
         # Inside an existing target, so that moving never crosses file systems.
-        place, prefix = (target, TEMPORARY) if target.is_dir() else (target.parent, beside)
-        with temporary(place, prefix, directory=True) as stage:
+        parent, prefix = (target, TEMPORARY) if target.is_dir() else (target.parent, beside)
+        with temporary(parent, prefix, directory=True) as stage:
             _stages.add(stage)
             try:
                 with no_collections():

@@ -101,22 +101,25 @@ class MTPLayer(nn.Module):
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
-        decoder, names, kept = parts_of(model)
-        place, table = layer_like(model, names, kept)
+        decoder, names, mtp_tensors = parts_of(model)
+        layer_index, table = layer_like(model, names, mtp_tensors)
         self._model = weakref.ref(model)
         self._blanks_first = form_of(model) is MTPForm.NUMBERED
         self.embedding_norm = copy.deepcopy(decoder.norm)
         self.hidden_norm = copy.deepcopy(decoder.norm)
         width = decoder.config.hidden_size
         self.joint = nn.Linear(2 * width, width, bias=False, device=decoder.device, dtype=decoder.dtype)
-        self.decoder = _alone(decoder, place)
+        self.decoder = _alone(decoder, layer_index)
         self.train(model.training).requires_grad_(True)  # even if the model is frozen
-        live = _install(self, names, table, f"{path_of(model, decoder)}layers.{place}.", kept)
-        for name, whole in ((names.input, model.get_input_embeddings()), (names.output, model.get_output_embeddings())):
-            if f"{name}.weight" in kept:
-                live[f"{name}.weight"] = partial(_copied, whole)
+        live = _install(self, names, table, f"{path_of(model, decoder)}layers.{layer_index}.", mtp_tensors)
+        for name, embeddings in (
+            (names.input, model.get_input_embeddings()),
+            (names.output, model.get_output_embeddings()),
+        ):
+            if f"{name}.weight" in mtp_tensors:
+                live[f"{name}.weight"] = partial(_copied, embeddings)
         join(self.decoder)
-        keep(model, {name: _trained(live[name]) for name in kept})
+        keep(model, {name: _trained(live[name]) for name in mtp_tensors})
 
     def forward(
         self,
@@ -145,12 +148,12 @@ class MTPLayer(nn.Module):
             ValueError: If shapes differ, or there are fewer than three tokens.
         """
         shape = tuple(hidden_states.shape[:2])
-        given = (input_ids, labels, attention_mask, position_ids)
-        if any(tensor is not None and tuple(tensor.shape) != shape for tensor in given) or shape[1] < 3:
-            found = ", ".join(str(None if tensor is None else tuple(tensor.shape)) for tensor in given)
+        inputs = (input_ids, labels, attention_mask, position_ids)
+        if any(tensor is not None and tuple(tensor.shape) != shape for tensor in inputs) or shape[1] < 3:
+            input_shapes = ", ".join(str(None if tensor is None else tuple(tensor.shape)) for tensor in inputs)
             raise ValueError(
                 f"expected (batch, length) of input_ids, labels, attention_mask and position_ids, as of hidden_states "
-                f"{shape}, with at least three tokens: got {found}"
+                f"{shape}, with at least three tokens: got {input_shapes}"
             )
         model = self._its_model()
         with nullcontext() if through_model else torch.no_grad():
@@ -164,8 +167,8 @@ class MTPLayer(nn.Module):
             inputs_embeds=joined, attention_mask=mask, position_ids=positions, use_cache=False
         ).last_hidden_state
         head = model.get_output_embeddings()
-        own = {name: tensor if through_model else tensor.detach() for name, tensor in head.named_parameters()}
-        logits = functional_call(head, own, (predicted,))
+        parameters = {name: tensor if through_model else tensor.detach() for name, tensor in head.named_parameters()}
+        logits = functional_call(head, parameters, (predicted,))
         targets = (input_ids if labels is None else labels)[:, 2:]
         if attention_mask is not None:
             targets = targets.masked_fill((attention_mask[:, 2:] == 0) | (attention_mask[:, :-2] == 0), IGNORED)
@@ -191,21 +194,21 @@ def _first(words: torch.Tensor, mask: torch.Tensor | None, positions: torch.Tens
     return (there.cumsum(1) == 1) & (there > 0)
 
 
-def _alone(decoder: Any, place: int) -> Any:
+def _alone(decoder: Any, layer_index: int) -> Any:
     """Return the model's decoder with a copy of one layer and without embeddings. Computes masks and rotations.
 
     Args:
         decoder: The model's decoder.
-        place: Index of the layer.
+        layer_index: Index of the layer.
     """
     config = copy.deepcopy(decoder.config)
     config.num_hidden_layers = 1
     for key, value in vars(config).items():  # types of attention and of MLP for each layer
         if isinstance(value, list) and len(value) == len(decoder.layers):
-            setattr(config, key, [value[place]])
+            setattr(config, key, [value[layer_index]])
     alone: Any = build_skeleton(type(decoder), config, decoder.dtype)
     shared = {id(decoder.config): decoder.config}
-    alone.layers[0] = copy.deepcopy(decoder.layers[place], shared)
+    alone.layers[0] = copy.deepcopy(decoder.layers[layer_index], shared)
     alone.norm = copy.deepcopy(decoder.norm)
     alone.embed_tokens = None
     for buffer_owner in alone.modules():
@@ -217,7 +220,7 @@ def _alone(decoder: Any, place: int) -> Any:
 
 @torch.no_grad()
 def _install(
-    layer: MTPLayer, names: MTPParts, table: Mapping[str, HFTensor], inside: str, kept: Mapping[str, KeptTensor]
+    layer: MTPLayer, names: MTPParts, table: Mapping[str, HFTensor], inside: str, mtp_tensors: Mapping[str, KeptTensor]
 ) -> dict[str, Callable[[], torch.Tensor]]:
     """Load the checkpoint's tensors into the layer. Returns functions that read them, by the checkpoint's names."""
     live: dict[str, Callable[[], torch.Tensor]] = {}
@@ -227,14 +230,14 @@ def _install(
         (names.joint, layer.joint),
         (names.norm, layer.decoder.norm),
     ):
-        module.weight.copy_(kept[f"{name}.weight"].read())
+        module.weight.copy_(mtp_tensors[f"{name}.weight"].read())
         live[f"{name}.weight"] = partial(getattr, module, "weight")
-    own = layer.decoder.layers[0]
+    decoder_layer = layer.decoder.layers[0]
     for name, tensor in table.items():
-        stored = kept[names.layer + name].read()
+        stored = mtp_tensors[names.layer + name].read()
         for parameter in tensor.parameters:
-            tensor.write_into(parameter, _inside(own, parameter.removeprefix(inside)), stored)
-        live[names.layer + name] = partial(_read, own, tensor, inside)
+            tensor.write_into(parameter, _inside(decoder_layer, parameter.removeprefix(inside)), stored)
+        live[names.layer + name] = partial(_read, decoder_layer, tensor, inside)
     return live
 
 

@@ -29,14 +29,14 @@ def parts_of(model: PreTrainedModel) -> tuple[Any, MTPParts, Mapping[str, KeptTe
     Raises:
         UnknownArgumentError: See `MTPLayer`.
     """
-    name, form, kept = class_name(model), form_of(model), kept_by(model, mtp_only=True)
+    name, form, mtp_tensors = class_name(model), form_of(model), kept_by(model, mtp_only=True)
     known, decoder = MTPNames(model), model.base_model
     if form is None:
         raise UnknownArgumentError(
             f"{name}: its MTP layers cannot be trained here. Training needs a family whose MTP layer consists of a "
             "decoder layer, norms and a projection (`mtp_form`)"
         )
-    if not kept:
+    if not mtp_tensors:
         raise UnknownArgumentError(
             f"this {name} was loaded without MTP weights: its checkpoint has none, or mtp='drop'"
         )
@@ -48,7 +48,7 @@ def parts_of(model: PreTrainedModel) -> tuple[Any, MTPParts, Mapping[str, KeptTe
         raise UnknownArgumentError(
             f"{name} accepts images: its MTP layer needs their embeddings, which are not available here"
         )
-    return decoder, MTPParts.of(form, known.first), kept
+    return decoder, MTPParts.of(form, known.first), mtp_tensors
 
 
 def path_of(model: PreTrainedModel, decoder: nn.Module) -> str:
@@ -57,7 +57,7 @@ def path_of(model: PreTrainedModel, decoder: nn.Module) -> str:
 
 
 def layer_like(
-    model: PreTrainedModel, names: MTPParts, kept: Mapping[str, KeptTensor]
+    model: PreTrainedModel, names: MTPParts, mtp_tensors: Mapping[str, KeptTensor]
 ) -> tuple[int, Mapping[str, HFTensor]]:
     """Return the number of a decoder layer with the same tensors as the MTP layer, and these tensors by short name.
 
@@ -65,7 +65,7 @@ def layer_like(
         StateDictError: If no layer has the same tensors. Lists the differences from the last layer.
     """
     others = {f"{part}.weight" for part in names.others}
-    own = {name.removeprefix(names.layer): t.spec.shape for name, t in kept.items() if name not in others}
+    shapes = {name.removeprefix(names.layer): t.spec.shape for name, t in mtp_tensors.items() if name not in others}
     decoder: Any = model.base_model
     hub = adapter_of(model).hub
     for number in reversed(range(len(decoder.layers))):
@@ -76,29 +76,31 @@ def layer_like(
             for name, tensor in hub.items()
             if any(parameter.startswith(inside) for parameter in tensor.parameters)
         }
-        if own == {name: tensor.shape for name, tensor in table.items()}:
+        if shapes == {name: tensor.shape for name, tensor in table.items()}:
             break
         if number == len(decoder.layers) - 1:
             last = table
     else:
         raise StateDictError(
             f"the MTP layer of this {class_name(model)} has other tensors than its decoder layers",
-            list(_differences(names.layer, own, last)),
+            list(_differences(names.layer, shapes, last)),
         )
     width = decoder.config.hidden_size
     norms = (names.embedding_norm, names.hidden_norm, names.norm)
     expected = {f"{norm}.weight": (width,) for norm in norms} | {f"{names.joint}.weight": (width, 2 * width)}
     ends = {names.input: model.get_input_embeddings().weight, names.output: model.get_output_embeddings().weight}
-    problems = [Problem(ProblemKind.MISSING, name, "is not among the MTP weights") for name in expected.keys() - kept]
+    problems = [
+        Problem(ProblemKind.MISSING, name, "is not among the MTP weights") for name in expected.keys() - mtp_tensors
+    ]
     problems += [
-        Problem(ProblemKind.SHAPE, name, f"has shape {kept[name].spec.shape}, expected {shape}")
+        Problem(ProblemKind.SHAPE, name, f"has shape {mtp_tensors[name].spec.shape}, expected {shape}")
         for name, shape in expected.items()
-        if name in kept and kept[name].spec.shape != shape
+        if name in mtp_tensors and mtp_tensors[name].spec.shape != shape
     ]
     problems += [
         Problem(ProblemKind.TIED, f"{part}.weight", "is not the model's own embedding, of which it should be a copy")
         for part, weight in ends.items()
-        if part and f"{part}.weight" in kept and not _is_copy(kept[f"{part}.weight"].read(), weight)
+        if part and f"{part}.weight" in mtp_tensors and not _is_copy(mtp_tensors[f"{part}.weight"].read(), weight)
     ]
     if problems:
         raise StateDictError(f"the MTP layer of this {class_name(model)} is not as its family's is", problems)
@@ -109,12 +111,12 @@ def _is_copy(stored: torch.Tensor, weight: torch.Tensor) -> bool:
     return stored.shape == weight.shape and torch.equal(stored.to(weight.device, weight.dtype), weight.detach())
 
 
-def _differences(layer: str, own: Mapping[str, Any], table: Mapping[str, HFTensor]) -> Iterator[Problem]:
-    for name in sorted(own.keys() ^ table.keys()):
-        kind = ProblemKind.UNEXPECTED if name in own else ProblemKind.MISSING
+def _differences(layer: str, shapes: Mapping[str, Any], table: Mapping[str, HFTensor]) -> Iterator[Problem]:
+    for name in sorted(shapes.keys() ^ table.keys()):
+        kind = ProblemKind.UNEXPECTED if name in shapes else ProblemKind.MISSING
         yield Problem(
-            kind, layer + name, "no decoder layer has it" if name in own else "the decoder's last layer has it"
+            kind, layer + name, "no decoder layer has it" if name in shapes else "the decoder's last layer has it"
         )
-    for name in sorted(own.keys() & table.keys()):
-        if own[name] != table[name].shape:
-            yield Problem(ProblemKind.SHAPE, layer + name, f"has shape {own[name]}, expected {table[name].shape}")
+    for name in sorted(shapes.keys() & table.keys()):
+        if shapes[name] != table[name].shape:
+            yield Problem(ProblemKind.SHAPE, layer + name, f"has shape {shapes[name]}, expected {table[name].shape}")

@@ -19,15 +19,15 @@ def names_under_adapters(model: nn.Module) -> dict[str, str]:
     tensors are those of the original.
     """
     return {
-        f"{name}.{tensor}": f"{own}.{tensor}"
-        for name, own, module in _replaced_modules(model)
+        f"{name}.{tensor}": f"{own_name}.{tensor}"
+        for name, own_name, module in _replaced_modules(model)
         for tensor, *_ in named_tensors(module)
     }
 
 
 def modules_under_adapters(model: nn.Module) -> dict[str, str]:
     """Map names in the base model to own names, for modules that PEFT replaced, see `names_under_adapters`."""
-    return {name: own for name, own, _ in _replaced_modules(model)}
+    return {name: own_name for name, own_name, _ in _replaced_modules(model)}
 
 
 def _replaced_modules(model: nn.Module) -> Iterator[tuple[str, str, nn.Module]]:
@@ -35,19 +35,19 @@ def _replaced_modules(model: nn.Module) -> Iterator[tuple[str, str, nn.Module]]:
         yield from _base_modules(wrapper, name, name)
 
 
-def _base_modules(module: nn.Module, name: str, own: str) -> Iterator[tuple[str, str, nn.Module]]:
+def _base_modules(module: nn.Module, name: str, own_name: str) -> Iterator[tuple[str, str, nn.Module]]:
     """Yield modules without PEFT modules inside: name in the base model, own name, and the module."""
     while (inner := inner_of(module, peft=False)) is not None:
         module = inner
     if isinstance(module, peft_types()):
         attribute = next((each for each in _BASE_MODULES if module._modules.get(each) is not None), None)
         if attribute is not None:
-            yield from _base_modules(module.get_submodule(attribute), name, f"{own}.{attribute}")
+            yield from _base_modules(module.get_submodule(attribute), name, f"{own_name}.{attribute}")
     elif not any(peft_modules(module)):
-        yield name, own, module
+        yield name, own_name, module
     else:
         for attribute, child in module.named_children():
-            yield from _base_modules(child, f"{name}.{attribute}", f"{own}.{attribute}")
+            yield from _base_modules(child, f"{name}.{attribute}", f"{own_name}.{attribute}")
 
 
 def merged_modules(model: nn.Module) -> list[str]:

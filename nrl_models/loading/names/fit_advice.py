@@ -106,12 +106,12 @@ def wrapper_advice(adapter: StateDictAdapter, unexpected: Iterable[str]) -> list
     used: dict[str, str] = {}
     known = adapter.hub.keys() | adapter.transformers.keys()
     for key in unexpected:
-        name, found = key, []
+        name, wrappers = key, []
         while patterns := [pattern for pattern in WRAPPERS if re.search(pattern, name)]:
             name = re.sub(patterns[0], "", name)
-            found += patterns[:1]
-        if found and name in known:
-            used |= dict.fromkeys(found, "")
+            wrappers += patterns[:1]
+        if wrappers and name in known:
+            used |= dict.fromkeys(wrappers, "")
     text = f"the checkpoint was saved from a wrapped model: to remove the wrapper's names, pass key_mapping={used}"
     return [text] if used else []
 
@@ -120,20 +120,20 @@ def advice_for(
     model: PreTrainedModel,
     adapter: StateDictAdapter,
     names: CheckpointNames,
-    found: Match,
+    matches: Match,
     *,
     new_head: bool,
     passed: Collection[str] = (),
 ) -> list[str]:
-    """Return remedies for the problems in `found`.
+    """Return remedies for the problems in `matches`.
 
     Args:
-        model, adapter, names, found: The model and its match with the checkpoint.
+        model, adapter, names, matches: The model and its match with the checkpoint.
         new_head: Whether a new head was requested, or cannot be a remedy.
         passed: Keywords that replaced values of the configuration.
     """
-    kinds = {problem.kind for problem in found.problems}
-    advice = wrapper_advice(adapter, (each.subject for each in found.problems if each.kind is ProblemKind.UNEXPECTED))
+    kinds = {problem.kind for problem in matches.problems}
+    advice = wrapper_advice(adapter, (each.subject for each in matches.problems if each.kind is ProblemKind.UNEXPECTED))
     if advice:
         return advice
     if passed and {ProblemKind.MISSING, ProblemKind.UNEXPECTED, ProblemKind.SHAPE} & kinds:
@@ -143,11 +143,11 @@ def advice_for(
             f"check that this is a complete checkpoint of {class_name(model)}; to load only part of it "
             "pass strict=False"
         )
-    if ProblemKind.MISSING in kinds and (keys := tying_keys(model, found.missing, tie=False)):
+    if ProblemKind.MISSING in kinds and (keys := tying_keys(model, matches.missing, tie=False)):
         advice.append(f"if the checkpoint ties its head to the embeddings, pass {as_keywords(keys, True)}")
-    unfit = {problem.subject for problem in found.problems if problem.kind is ProblemKind.SHAPE}
+    unfit = {problem.subject for problem in matches.problems if problem.kind is ProblemKind.SHAPE}
     misfits = {name for key in unfit for name in names.parameters(key)}
-    advice += head_advice(model, dict.fromkeys((*found.missing, *sorted(misfits))), new_head)
+    advice += head_advice(model, dict.fromkeys((*matches.missing, *sorted(misfits))), new_head)
     if ProblemKind.TIED in kinds:
         advice.append(f"pass {as_keywords(tying_keys(model, adapter.tied), False)} to keep both")
     if {ProblemKind.MISSING, ProblemKind.UNEXPECTED} & kinds and (note := shared_class_note(model.config)):

@@ -109,13 +109,13 @@ def _convert_complete(adapter: StateDictAdapter, state_dict: dict[str, Any], pre
     """
     inside = {key: key.removeprefix(prefix) for key in state_dict if key.startswith(prefix)}
     converted = {key: name for key, name in inside.items() if name not in adapter.own and adapter.find(name)}
-    own = adapter.from_hf({name: state_dict[key] for key, name in converted.items()}, strict=False)
-    twice = [name for name in own if f"{prefix}{name}" in state_dict]
+    loaded = adapter.from_hf({name: state_dict[key] for key, name in converted.items()}, strict=False)
+    twice = [name for name in loaded if f"{prefix}{name}" in state_dict]
     if problems := [Problem(ProblemKind.DUPLICATED, name, "is there in two layouts") for name in twice]:
         raise StateDictError("state dict does not fit the model", problems)
     for key in converted:
         del state_dict[key]
-    state_dict.update({f"{prefix}{name}": tensor for name, tensor in own.items()})
+    state_dict.update({f"{prefix}{name}": tensor for name, tensor in loaded.items()})
 
 
 def _convert_adapted(
@@ -130,31 +130,31 @@ def _convert_adapted(
         model, state_dict, prefix, missing: See `accept_hub_names`.
         stored_names: See `names_in_state_dict`.
     """
-    own_names = {name: own for name, own in names_under_adapters(model).items() if own in stored_names}
+    own_names = {name: own_name for name, own_name in names_under_adapters(model).items() if own_name in stored_names}
     inside = {key.removeprefix(prefix): key for key in state_dict if key.startswith(prefix)}
-    given = {name: tensor for name, key in inside.items() if isinstance(tensor := state_dict[key], torch.Tensor)}
-    if not own_names or set(stored_names.values()) >= given.keys():
+    tensors = {name: tensor for name, key in inside.items() if isinstance(tensor := state_dict[key], torch.Tensor)}
+    if not own_names or set(stored_names.values()) >= tensors.keys():
         return
     adapted = set(own_names)
     if getattr(model, "sharding", None) is None:  # conversions may not apply to names of adapters
         own_names |= {name: name for name in stored_names.keys() - own_names.values()}
     plain = without_wrappers(model, peft=True)
     adapter = StateDictAdapter(plain)
-    targets = CheckpointNames(plain, adapter, given).found
-    found = {name: tensor.parameters for name, tensor in targets.items() if tensor is not None}
-    names = {name for name, parameters in found.items() if own_names.keys() >= set(parameters)}
-    given = {name: given[name] for name in names - set(stored_names.values())}
-    if not given:
+    targets = CheckpointNames(plain, adapter, tensors).found
+    parameter_names = {name: tensor.parameters for name, tensor in targets.items() if tensor is not None}
+    names = {name for name, parameters in parameter_names.items() if own_names.keys() >= set(parameters)}
+    tensors = {name: tensors[name] for name in names - set(stored_names.values())}
+    if not tensors:
         return
-    if any(not adapted.isdisjoint(found[name]) for name in given):
+    if any(not adapted.isdisjoint(parameter_names[name]) for name in tensors):
         _require_unmerged(model)
 
     def own_tensors() -> dict[str, torch.Tensor]:
         values = model.state_dict()
-        return {name: values[stored_names[own]] for name, own in own_names.items()}
+        return {name: values[stored_names[own_name]] for name, own_name in own_names.items()}
 
-    loaded = _as_own_tensors(plain, adapter, own_tensors, given, missing)
-    for name in given:
+    loaded = _as_own_tensors(plain, adapter, own_tensors, tensors, missing)
+    for name in tensors:
         del state_dict[inside[name]]
     state_dict.update({f"{prefix}{stored_names[own_names[name]]}": value for name, value in loaded.items()})
 
@@ -162,8 +162,8 @@ def _convert_adapted(
 def _rename_adapted(model: Any, state_dict: dict[str, Any], prefix: str) -> None:
     """Give the base model's tensors in modules that PEFT replaced their own names, in a model that FSDP1 flattened."""
     of_adapters = _adapter_parts(model)
-    for name, own in modules_under_adapters(model).items():
-        old, new = f"{prefix}{name}.", f"{prefix}{own}."
+    for name, own_name in modules_under_adapters(model).items():
+        old, new = f"{prefix}{name}.", f"{prefix}{own_name}."
         inside = [key for key in state_dict if key.startswith(old) and not key.startswith(new)]
         if base := [key for key in inside if of_adapters.isdisjoint(key.split("."))]:
             _require_unmerged(model)
@@ -197,32 +197,34 @@ def _convert(
     inside = {key: inner for key, inner in inside.items() if of_adapters.isdisjoint(inner.split("."))}
     if own_names.keys() >= set(inside.values()):
         return
-    given = {own_names.get(inner, inner): state_dict[key] for key, inner in inside.items()}
-    given = {name: value for name, value in given.items() if isinstance(value, torch.Tensor)}
-    kept = {name: tensor for name, tensor in kept_by(model).items() if name in given}
-    problems = list(_kept_problems(kept, given))
-    loaded = {name: value for name, value in given.items() if name not in kept}
+    tensors = {own_names.get(inner, inner): state_dict[key] for key, inner in inside.items()}
+    tensors = {name: value for name, value in tensors.items() if isinstance(value, torch.Tensor)}
+    kept_tensors = {name: tensor for name, tensor in kept_by(model).items() if name in tensors}
+    problems = list(_kept_problems(kept_tensors, tensors))
+    loaded = {name: value for name, value in tensors.items() if name not in kept_tensors}
     if not stored_names.keys() >= loaded.keys():
         plain = without_wrappers(model)
         adapter, sharding = model.state_dict_adapter, getattr(model, "sharding", None)
         loaded = _as_own_tensors(plain, adapter, plain.state_dict, loaded, missing, problems, sharding)
     elif problems:
         raise StateDictError("state dict does not fit the model", problems)
-    copies = {name: given[name].detach().to("cpu", tensor.spec.dtype, copy=True) for name, tensor in kept.items()}
-    keep(model, {name: replace(tensor, stored=(copies[name],), compute=None) for name, tensor in kept.items()})
+    copies = {
+        name: tensors[name].detach().to("cpu", tensor.spec.dtype, copy=True) for name, tensor in kept_tensors.items()
+    }
+    keep(model, {name: replace(tensor, stored=(copies[name],), compute=None) for name, tensor in kept_tensors.items()})
     for key, inner in inside.items():
-        if own_names.get(inner, inner) in given:
+        if own_names.get(inner, inner) in tensors:
             del state_dict[key]
     state_dict.update({f"{prefix}{stored_names.get(name, name)}": value for name, value in loaded.items()})
 
 
-def _kept_problems(kept: Mapping[str, KeptTensor], given: Mapping[str, torch.Tensor]) -> Iterator[Problem]:
+def _kept_problems(kept_tensors: Mapping[str, KeptTensor], tensors: Mapping[str, torch.Tensor]) -> Iterator[Problem]:
     """Yield a problem for each tensor that cannot replace the kept tensor of its name."""
-    for name, tensor in kept.items():
-        if (shape := tuple(given[name].shape)) != tensor.spec.shape:
+    for name, tensor in kept_tensors.items():
+        if (shape := tuple(tensors[name].shape)) != tensor.spec.shape:
             detail = f"has shape {shape}, the model expects {tensor.spec.shape}"
             yield Problem(ProblemKind.SHAPE, name, detail)
-        elif given[name].is_meta:
+        elif tensors[name].is_meta:
             yield Problem(ProblemKind.MISSING, name, "is on meta, without values")
 
 
@@ -239,7 +241,7 @@ def _as_own_tensors(
     model: Any,
     adapter: StateDictAdapter,
     own_tensors: Callable[[], Mapping[str, torch.Tensor]],
-    given: Mapping[str, torch.Tensor],
+    tensors: Mapping[str, torch.Tensor],
     missing: list[str],
     problems: Sequence[Problem] = (),
     sharding: Any = None,
@@ -251,15 +253,15 @@ def _as_own_tensors(
         adapter: The model's adapter.
         own_tensors: Returns the model's own tensors, all or those of the modules that can be loaded.
         missing: See `accept_hub_names`.
-        given: Tensors by name.
-        problems: Problems of other tensors, which are raised together with those of `given`.
+        tensors: Tensors by name.
+        problems: Problems of other tensors, which are raised together with those of `tensors`.
         sharding: Sharding state of the model, if `adapter` is its adapter.
     """
-    find = CheckpointNames(model, adapter, given).found
-    if not problems and all(find[key] is None for key in given if key not in adapter.own):
-        return dict(given)
-    found = match(
-        {key: TensorSpec(tuple(tensor.shape), tensor.dtype) for key, tensor in given.items()},
+    find = CheckpointNames(model, adapter, tensors).found
+    if not problems and all(find[key] is None for key in tensors if key not in adapter.own):
+        return dict(tensors)
+    matches = match(
+        {key: TensorSpec(tuple(tensor.shape), tensor.dtype) for key, tensor in tensors.items()},
         find.get,
         adapter.own,
         adapter.absent,
@@ -267,31 +269,31 @@ def _as_own_tensors(
         may_miss=lambda name: True,
         why_unexpected=lambda key: None,
     )
-    problems = [*problems, *(problem for problem in found.problems if problem.kind is not ProblemKind.PARTIAL)]
+    problems = [*problems, *(problem for problem in matches.problems if problem.kind is not ProblemKind.PARTIAL)]
     if problems:
         raise StateDictError("state dict does not fit the model", problems)
-    result = {key: tensor for key, tensor in given.items() if find[key] is None}
-    own = own_tensors()
-    for name, sources in found.sources.items():
-        if name not in own:
+    result = {key: tensor for key, tensor in tensors.items() if find[key] is None}
+    model_state = own_tensors()
+    for name, sources in matches.sources.items():
+        if name not in model_state:
             if sharding is None or name in sharding.names:  # otherwise it belongs to another pipeline stage
-                result |= {key: given[key] for key, _ in sources}
+                result |= {key: tensors[key] for key, _ in sources}
             continue
         if lacking := adapter.absent(name, [target for _, target in sources]):
-            if isinstance(own[name], DTensor):
+            if isinstance(model_state[name], DTensor):
                 detail = f"is sharded, but {listed(lacking, limit=8)} is missing"
                 raise StateDictError("state dict does not fit the model", [Problem(ProblemKind.PARTIAL, name, detail)])
             missing += lacking
-            result[name] = own[name].clone()
+            result[name] = model_state[name].clone()
             for key, target in sources:
-                target.write_into(name, result[name], given[key])
+                target.write_into(name, result[name], tensors[key])
         else:
-            result[name] = assemble(name, adapter.own[name].shape, sources, given)
+            result[name] = assemble(name, adapter.own[name].shape, sources, tensors)
             if sharding is not None:
                 # Sharded tensors may be ordered by rank. The state dict has transformers' order.
                 result |= adapter.to_hf({name: result[name]}, layout="transformers")
-    for name, kept in adapter.tied.items():
-        if {name, kept} <= result.keys() and not have_same_values(result[name], result[kept]):
-            detail = f"differs from {kept}, but the configuration ties them"
+    for name, source_name in adapter.tied.items():
+        if {name, source_name} <= result.keys() and not have_same_values(result[name], result[source_name]):
+            detail = f"differs from {source_name}, but the configuration ties them"
             raise StateDictError("state dict does not fit the model", [Problem(ProblemKind.TIED, name, detail)])
     return result

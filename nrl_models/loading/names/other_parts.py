@@ -81,14 +81,14 @@ def head_keys(
         stored: The checkpoint's tensors.
         key_mapping: Renamings that are applied before those of transformers.
     """
-    found = _outside_prefix(model, renamed, unknown) | _single_outputs(model, unknown, stored)
+    keys = _outside_prefix(model, renamed, unknown) | _single_outputs(model, unknown, stored)
     for head_class in _head_classes(model):
-        if found >= set(unknown):
+        if keys >= set(unknown):
             break
-        found |= _keys_outside_base(head_class, model.config, unknown, key_mapping)
-    if not found >= set(unknown) and not is_base_model(model):
-        found |= _left_out(model, renamed, unknown)
-    return found
+        keys |= _keys_outside_base(head_class, model.config, unknown, key_mapping)
+    if not keys >= set(unknown) and not is_base_model(model):
+        keys |= _left_out(model, renamed, unknown)
+    return keys
 
 
 def new_head_names(model: PreTrainedModel, names: Iterable[str]) -> list[str]:
@@ -97,8 +97,8 @@ def new_head_names(model: PreTrainedModel, names: Iterable[str]) -> list[str]:
     if base is model:
         return []
     inside = {id(tensor) for tensor in base.state_dict(keep_vars=True).values()}
-    own = model.state_dict(keep_vars=True)
-    return [name for name in names if name in own and id(own[name]) not in inside]
+    state_dict = model.state_dict(keep_vars=True)
+    return [name for name in names if name in state_dict and id(state_dict[name]) not in inside]
 
 
 def tower_keys(
@@ -116,16 +116,16 @@ def tower_keys(
         key_mapping: Renamings that are applied before those of transformers.
     """
     for whole_class in _composite_classes(model, composite):
-        whole = _on_meta(whole_class, composite)
+        composite_model = _on_meta(whole_class, composite)
         kind = type(model.config)
-        parts = (item for item in whole.named_modules() if isinstance(item[1], PreTrainedModel))
+        parts = (item for item in composite_model.named_modules() if isinstance(item[1], PreTrainedModel))
         text = tuple(f"{name}." for name, part in parts if name and isinstance(part.config, kind))
         if not text:
             continue
-        found = CheckpointNames(whole, StateDictAdapter(whole), unknown, key_mapping).found
+        targets = CheckpointNames(composite_model, StateDictAdapter(composite_model), unknown, key_mapping).found
         return {
             key
-            for key, tensor in found.items()
+            for key, tensor in targets.items()
             if tensor is not None and not any(name.startswith(text) for name in tensor.parameters)
         }
     return set()
@@ -154,12 +154,12 @@ def _outside_prefix(model: PreTrainedModel, renamed: Mapping[str, str], unknown:
 def _single_outputs(model: PreTrainedModel, unknown: Collection[str], stored: Mapping[str, StoredTensor]) -> set[str]:
     """Find unknown keys of modules outside the base model with one linear, from hidden states to a single number."""
     weight: tuple[int, ...] = (1, getattr(text_part(model.config, decoder=True), "hidden_size", 0))
-    found = set()
+    output_keys = set()
     for keys in _by_outermost_module(unknown, _modules_in_base(model)):
         shapes = [stored[key].shape if key in stored else () for key in keys]
         if shapes.count(weight) == 1 and all(shape in (weight, (1,)) for shape in shapes):
-            found |= {*keys}
-    return found
+            output_keys |= {*keys}
+    return output_keys
 
 
 def _modules_in_base(model: PreTrainedModel) -> set[str]:
@@ -216,15 +216,15 @@ def _keys_outside_base(
 ) -> set[str]:
     """Return the keys of modules outside a class's base model. The class is built without weights, to get its names."""
     head = _on_meta(head_class, config)
-    own, inside = set(head.state_dict()), f"{head.base_model_prefix}."
+    tensor_names, inside = set(head.state_dict()), f"{head.base_model_prefix}."
     conversions = get_model_conversion_mapping(head, dict(key_mapping) if key_mapping else None)
     names = renamed_keys(keys, conversions, Renaming())
-    return {key for key, name in names.items() if name in own and not name.startswith(inside)}
+    return {key for key, name in names.items() if name in tensor_names and not name.startswith(inside)}
 
 
 def _composite_classes(model: PreTrainedModel, composite: PreTrainedConfig) -> Iterator[Any]:
     """Yield classes that are built from a composite configuration: the one that it names, or transformers'."""
-    named = [found for name in composite.architectures or () for found in _classes_named(name, model)]
+    named = [model_class for name in composite.architectures or () for model_class in _classes_named(name, model)]
     for whole_class in (*named, *_known_classes(composite)):
         config_class = getattr(whole_class, "config_class", None)
         if config_class is not None and isinstance(composite, config_class):
@@ -246,8 +246,8 @@ def _known_classes(config: PreTrainedConfig) -> list[Any]:
 @cache
 def _other_heads_of(model_type: str) -> tuple[str, ...]:
     """Return a model type's classes with heads that only other auto classes of transformers have."""
-    found = (getattr(modeling_auto, mapping, {}).get(model_type, ()) for mapping in OTHER_HEADS)
-    return tuple(name for classes in found for name in ((classes,) if isinstance(classes, str) else classes))
+    entries = (getattr(modeling_auto, mapping, {}).get(model_type, ()) for mapping in OTHER_HEADS)
+    return tuple(name for classes in entries for name in ((classes,) if isinstance(classes, str) else classes))
 
 
 def _on_meta(model_class: Any, config: PreTrainedConfig) -> PreTrainedModel:

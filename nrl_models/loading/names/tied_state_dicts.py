@@ -36,10 +36,10 @@ def keep_ties(model: Any, state_dict: dict[str, Any], prefix: str, *, assign: bo
         return []
     added: list[str] = []
     groups: dict[str, list[str]] = {}
-    for name, kept in tied_names(model).items():
-        groups.setdefault(kept, [kept]).append(name)
+    for name, source_name in tied_names(model).items():
+        groups.setdefault(source_name, [source_name]).append(name)
     stored_names, parameters = names_in_state_dict(model), dict(own_parameters(model, duplicates=True))
-    for kept, names in groups.items():
+    for source_name, names in groups.items():
         keys = [f"{prefix}{stored_names[name]}" for name in names]
         value, *others = [state_dict[key] for key in keys if key in state_dict] or [None]
         if not isinstance(value, torch.Tensor):
@@ -48,7 +48,7 @@ def keep_ties(model: Any, state_dict: dict[str, Any], prefix: str, *, assign: bo
             if not assign:
                 _require_equal(model, {name: state_dict.get(key) for name, key in zip(names, keys, strict=True)})
             continue
-        if assign and kept in parameters and not isinstance(value, nn.Parameter):
+        if assign and source_name in parameters and not isinstance(value, nn.Parameter):
             value = nn.Parameter(value, requires_grad=False)  # torch copies requires_grad from the old parameter
         added += [key for key in keys if key not in state_dict]
         state_dict.update(dict.fromkeys(keys, value))

@@ -46,8 +46,8 @@ def sync_tree(folder: Path) -> None:
     """Sync all files and subdirectories of a directory, and the directory, to disk."""
     if not is_durable():
         return
-    for place, _, files in os.walk(folder, topdown=False):
+    for directory, _, files in os.walk(folder, topdown=False):
         for name in files:
-            if not (path := Path(place, name)).is_symlink():
+            if not (path := Path(directory, name)).is_symlink():
                 sync(path)
-        sync(Path(place))
+        sync(Path(directory))

@@ -164,8 +164,8 @@ def _make_whole(stage: Path, target: Path) -> dict[str, Any]:
     there = os.listdir(target)
     stale = [name for name in there if name not in files and _is_stale(name, files)]
     replaces = {name: version for name in [*files, *stale] if (version := version_at(target / name)) is not None}
-    kept = {name for name in there if not name.startswith(_OURS)} - {*stale, *os.listdir(stage)}
-    for name in sorted(kept):
+    retained = {name for name in there if not name.startswith(_OURS)} - {*stale, *os.listdir(stage)}
+    for name in sorted(retained):
         with suppress(OSError):  # without symbolic links, the other files are visible once all files are moved
             os.symlink(os.path.join("..", name), stage / name)
     record = {"replaces": replaces, "files": files}
@@ -181,23 +181,23 @@ def _is_stale(name: str, files: list[str]) -> bool:
     return name in TOKENIZER_NAMES and not TOKENIZER_NAMES.isdisjoint(files)
 
 
-def _is_moved(source: Path, place: Path) -> bool:
+def _is_moved(source: Path, destination: Path) -> bool:
     try:
-        return os.path.samefile(source, place)
+        return os.path.samefile(source, destination)
     except OSError:
         return False
 
 
 def _move(published: Path, target: Path, name: str) -> None:
     """Move a published file to its name, by a hard link, or by a copy if the file system has no hard links."""
-    source, place, moving = published / name, target / name, published / _MOVING
-    if _is_moved(source, place):
+    source, destination, moving = published / name, target / name, published / _MOVING
+    if _is_moved(source, destination):
         return
-    if not place.parent.is_dir():
-        place.parent.mkdir(parents=True)
+    if not destination.parent.is_dir():
+        destination.parent.mkdir(parents=True)
     try:
         os.link(source, moving)
     except OSError:
         shutil.copy2(source, moving)
         sync(moving)
-    os.replace(moving, place)
+    os.replace(moving, destination)
