@@ -101,9 +101,9 @@ class Settings:
     def __post_init__(self) -> None:
         problems = [f"length {length}: expected at least 8" for length in self.lengths if not is_integer(length, 8)]
         problems += [f"batch {batch}: expected at least 1" for batch in self.batches if not is_integer(batch, 1)]
-        for what, values, known in (("data", self.data, DATA), ("mode", self.modes, MODES)):
+        for setting, values, known in (("data", self.data, DATA), ("mode", self.modes, MODES)):
             problems += [
-                f"{what} {value!r}: expected one of {', '.join(known)}" for value in values if value not in known
+                f"{setting} {value!r}: expected one of {', '.join(known)}" for value in values if value not in known
             ]
         for name, value in (("repeats", self.repeats), ("new_tokens", self.new_tokens)):
             problems += [] if is_integer(value, 1) else [f"{name} {value}: expected at least 1"]

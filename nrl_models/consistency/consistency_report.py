@@ -61,10 +61,10 @@ class CellResult:
     @property
     def comparisons(self) -> dict[Comparison, list[ConsistencyMetrics]]:
         """All comparisons of trainer and engine, by repeat."""
-        found = {
+        comparisons = {
             name: [repeat.metrics[name] for repeat in self.repeats if name in repeat.metrics] for name in WITH_ENGINE
         }
-        return {name: metrics for name, metrics in found.items() if metrics}
+        return {name: metrics for name, metrics in comparisons.items() if metrics}
 
     @property
     def errors(self) -> list[float]:
@@ -269,13 +269,13 @@ class ConsistencyReport:
         Numbers are `token_mult_prob_error`, except the maximum difference, which is in nats.
         """
         for result in self.results:
-            found = result.comparisons
+            comparisons = result.comparisons
             numbers = [
-                _worst(found[name], "token_mult_prob_error") if name in found else "-"
+                _worst(comparisons[name], "token_mult_prob_error") if name in comparisons else "-"
                 for name in WITH_ENGINE
                 if name in self.columns
             ]
-            decode = found[Comparison.DECODE]
+            decode = comparisons[Comparison.DECODE]
             largest = f"{worst_of(metrics.max for metrics in decode):.1e}"
             numbers += [_worst(decode, "worst_sequence"), largest, shown_error(result.noise, aligned=True)]
             yield MatrixRow(_values(result.cell), tuple(numbers), Outcome.of(result.passed).shown, result)

@@ -121,10 +121,10 @@ def first_of(pairs: Sequence[ModulePair], dtype: torch.dtype) -> Divergence | No
         elif pair.output_error is not None and not any(
             is_right[later] and _contains(pairs[later].module, pair.module) for later in range(index + 1, len(pairs))
         ):
-            found = Divergence(pair.module, pair.class_name, pair.output_error, after)
+            divergence = Divergence(pair.module, pair.class_name, pair.output_error, after)
             if pair.input_error is None or pair.input_error <= tolerance:
-                return found
-            return _earlier(pairs[:index]) or replace(found, between=True)
+                return divergence
+            return _earlier(pairs[:index]) or replace(divergence, between=True)
     return None
 
 
@@ -160,8 +160,8 @@ def _contains(later: str, name: str) -> bool:
 
 
 def _layer(name: str) -> int | None:
-    found = re.search(r"layers\.(\d+)", name)
-    return int(found[1]) if found else None
+    match = re.search(r"layers\.(\d+)", name)
+    return int(match[1]) if match else None
 
 
 def match_names(engine: Mapping[str, ModuleCall], reference: Mapping[str, ModuleCall]) -> dict[str, str]:
@@ -169,14 +169,14 @@ def match_names(engine: Mapping[str, ModuleCall], reference: Mapping[str, Module
     suffixes: dict[str, list[str]] = defaultdict(list)
     for name in engine:
         suffixes[_suffix(name)].append(name)
-    found = {name: [name] if name in engine else suffixes[_suffix(name)] for name in reference if name}
-    return {name: names[0] for name, names in found.items() if len(names) == 1}
+    candidates = {name: [name] if name in engine else suffixes[_suffix(name)] for name in reference if name}
+    return {name: names[0] for name, names in candidates.items() if len(names) == 1}
 
 
 def _suffix(name: str) -> str:
     """Return the part of a module's name that engines agree on: from `layers.` on, or else the last component."""
-    place = name.rfind("layers.")
-    return name[place:] if place >= 0 else name.rpartition(".")[2]
+    start = name.rfind("layers.")
+    return name[start:] if start >= 0 else name.rpartition(".")[2]
 
 
 def relative_error(expected: torch.Tensor, actual: Sequence[torch.Tensor]) -> float | None:
@@ -231,20 +231,22 @@ def classify(
         dtype: Dtype of the engine.
     """
     tolerance, name = _tolerance(dtype), divergence.module
-    wanted, given = reference[name], engine[match_names(engine, reference)[name]]
-    what = "input" if divergence.between else "output"
-    expected, actual = (wanted.inputs, given.inputs) if divergence.between else (wanted.outputs, given.outputs)
+    wanted, engine_call = reference[name], engine[match_names(engine, reference)[name]]
+    direction = "input" if divergence.between else "output"
+    expected, actual = (
+        (wanted.inputs, engine_call.inputs) if divergence.between else (wanted.outputs, engine_call.outputs)
+    )
 
     def known(pattern: Pattern, detail: str) -> Divergence:
         return replace(divergence, pattern=pattern, detail=detail)
 
     half, remainder = divmod(expected[0].shape[-1], 2)
     if not remainder and _is_right(expected[0].roll(half, -1), actual, tolerance):
-        return known(Pattern.HALVES_SWAPPED, f"its {what} is the expected one with its halves swapped")
+        return known(Pattern.HALVES_SWAPPED, f"its {direction} is the expected one with its halves swapped")
     if _is_right(-expected[0], actual, tolerance):
-        return known(Pattern.SIGN_FLIPPED, f"its {what} is the expected one with its sign flipped")
+        return known(Pattern.SIGN_FLIPPED, f"its {direction} is the expected one with its sign flipped")
     if (factor := factor_of(expected[0], actual, tolerance)) is not None:
-        return known(Pattern.SCALED, f"its {what} is the expected one times {factor:.6g}")
+        return known(Pattern.SCALED, f"its {direction} is the expected one times {factor:.6g}")
     if divergence.between:
         detail = "no module computes what lies between: an embedding's scale, rotary embedding or attention"
         return replace(divergence, detail=detail)

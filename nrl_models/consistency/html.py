@@ -177,8 +177,8 @@ def _by_column(differences: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Ten
     """Return mean and largest absolute value of each column, ignoring non-finite values."""
     values = torch.cat(differences).abs()
     finite = values.isfinite()
-    kept = torch.where(finite, values, 0.0)
-    return kept.sum(0) / finite.sum(0).clamp(min=1), kept.amax(0)
+    finite_values = torch.where(finite, values, 0.0)
+    return finite_values.sum(0) / finite.sum(0).clamp(min=1), finite_values.amax(0)
 
 
 def _sequences(
@@ -203,10 +203,10 @@ def _sequences(
             [
                 (
                     _token(tokenizer, token),
-                    redness[place],
-                    f"token {token}: trainer {trainer[place]:.6f}, engine {engine[place]:.6f}",
+                    redness[index],
+                    f"token {token}: trainer {trainer[index]:.6f}, engine {engine[index]:.6f}",
                 )
-                for place, token in enumerate(generated)
+                for index, token in enumerate(generated)
             ],
         )
 

@@ -175,8 +175,8 @@ class Hypotheses:
         first = length - (count or self.generated)
         tokens = self.tokens[:, first:].to(hidden.device)
         states = hidden[:, first - 1 : length - 1]
-        found = chunked_statistics(states.flatten(0, 1), head, tokens.flatten(), sampling).logprobs
-        return found.view(rows, -1).double().cpu()
+        logprobs = chunked_statistics(states.flatten(0, 1), head, tokens.flatten(), sampling).logprobs
+        return logprobs.view(rows, -1).double().cpu()
 
 
 _MISSING = object()

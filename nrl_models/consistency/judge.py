@@ -166,21 +166,21 @@ class RunningSides:
         model, reference = self.trainer.model, self.references.model(self.trainer.model.dtype)
         rounds = search_rounds(model, reference, {"input_ids": tokens.to(model.device)}, max_culprits=3)
         weights = differing_weights(model, reference) if rounds else []
-        found = ModuleComparison(
+        comparison = ModuleComparison(
             side=ComparedSide.TRAINER, dtype=model.dtype, rounds=tuple(rounds), weights=tuple(weights)
         )
-        divergence = found.divergence()
+        divergence = comparison.divergence()
         if divergence is None:
-            return found
+            return comparison
         if divergence.weights:
-            found = replace(found, owner=_owner_of(model, reference, divergence.weights[0]))
+            comparison = replace(comparison, owner=_owner_of(model, reference, divergence.weights[0]))
         if self.with_tensors:
             ids = tokens[0].tolist()
             calls = HFEngine(reference, "reference").module_calls(ids), self.trainer.module_calls(ids)
             names = [each.module for each in rounds[0].differences]
             expected, actual = ({name: of_side[name] for name in names if name in of_side} for of_side in calls)
-            found = replace(found, expected=expected, actual=actual)
-        return found
+            comparison = replace(comparison, expected=expected, actual=actual)
+        return comparison
 
     def _in_engine(self, tokens: torch.Tensor) -> ModuleComparison:
         ids = tokens[0].tolist()
@@ -210,7 +210,9 @@ def _worst_sequences(
     sampled = [metrics[name] for name in of_sampled if name in metrics]
     noise = metrics[Comparison.NOISE].token_mult_prob_error
     bound = largest_error(settings.threshold, settings.noise_factor, noise)
-    if Comparison.STRICT in metrics and all(found.token_mult_prob_error <= bound for found in sampled):
+    if Comparison.STRICT in metrics and all(
+        sample_metrics.token_mult_prob_error <= bound for sample_metrics in sampled
+    ):
         tokens = measurement.strict_tokens
         parties = {Party.TRAINER: measurement.strict_trainer, Party.PREFILL: measurement.strict_engine}
     else:

@@ -120,17 +120,17 @@ def check_consistency(
         True
     """
     require_engine(engine)
-    for what, name in (("witness", witness), ("second trainer", second_trainer)):
+    for role, name in (("witness", witness), ("second trainer", second_trainer)):
         if name:
             require_engine(name)
         if name == engine:
-            raise ConsistencyError(f"the {what} is also {name}: expected another engine than the one that is checked")
+            raise ConsistencyError(f"the {role} is also {name}: expected another engine than the one that is checked")
     settings = settings or Settings()
     folder = resolve_folder(path)
     settings, skipped = _fitting(folder, settings, engine, skip_too_long)
     longest = max(settings.lengths) + room_to_score(engine) if engine in VLLMS else None
-    own = {"dtype": dtype, "load_format": load_format, "seed": settings.seed, "max_length": longest}
-    keywords = engine_keywords(engine_options, **own)
+    command_keywords = {"dtype": dtype, "load_format": load_format, "seed": settings.seed, "max_length": longest}
+    keywords = engine_keywords(engine_options, **command_keywords)
     decisive = {
         "format": FORMAT,
         "checkpoint": fingerprint(folder),
@@ -254,9 +254,9 @@ def run_matrix(
             )
             report.running[worst.cell] = "writing the capsule"
             progress(report)
-            found = judge.judged(worst.cell, _worst_repeat(worst), with_tensors=True)
-            write_consistency(capsule, found, meter.engine, meter.trainer, capsule_limits or Limits())
-            with_verdict = replace(worst, verdict=found.verdict)
+            judgment = judge.judged(worst.cell, _worst_repeat(worst), with_tensors=True)
+            write_consistency(capsule, judgment, meter.engine, meter.trainer, capsule_limits or Limits())
+            with_verdict = replace(worst, verdict=judgment.verdict)
             report.results = [with_verdict if result is worst else result for result in report.results]
             report.capsule = capsule
     except EngineError as error:
@@ -270,10 +270,12 @@ def run_matrix(
 def _verdict(judge: Judge, result: CellResult, store: Store) -> Verdict:
     name, witness = f"verdict-{result.cell.key}", judge.references.witness
     if (content := store.load_note(name)) is not None:
-        kept = Verdict.from_json(content)
+        saved_verdict = Verdict.from_json(content)
         # A verdict against a side that was made without this witness lacks the witness's vote.
-        if not (witness and kept.at_fault) or (kept.witness and kept.witness.vote and kept.witness.engine == witness):
-            return kept
+        if not (witness and saved_verdict.at_fault) or (
+            saved_verdict.witness and saved_verdict.witness.vote and saved_verdict.witness.engine == witness
+        ):
+            return saved_verdict
     verdict = judge.judge(result.cell, _worst_repeat(result))
     store.save_note(name, verdict.to_json())
     return verdict

@@ -84,8 +84,8 @@ class Prompts:
         size = length - len(start)
         if len(ids) < size:
             raise ConsistencyError(f"the text has {len(ids):,} tokens, but a prompt needs {size:,}: use a longer text")
-        place = generator.randrange(len(ids) - size + 1)
-        return [*start, *ids[place : place + size]]
+        offset = generator.randrange(len(ids) - size + 1)
+        return [*start, *ids[offset : offset + size]]
 
     def _dummy(self, length: int, generator: random.Random) -> list[int]:
         first = generator.randrange(1, 1000)
@@ -105,7 +105,7 @@ class Prompts:
 
     def _counting_ids(self, first: int, count: int) -> list[int]:
         start = first_text_token(self.vocabulary)
-        return [start + place % (self.vocabulary - start) for place in range(first, first + count)]
+        return [start + index % (self.vocabulary - start) for index in range(first, first + count)]
 
     def _encode(self, text: str) -> list[int]:
         return self._tokenized(text, add_special_tokens=False)

@@ -136,8 +136,8 @@ def check_refit(
     max_length, switch = length + room_to_score(engine), rope_switch(read_config(resolve_folder(path)))
     if switch is not None and longest is not None and max_length <= switch <= longest:
         max_length = switch + 1  # the default of rollouts
-    own = {"dtype": dtype, "load_format": "dummy", "seed": settings.seed + 1, "max_length": max_length}
-    keywords = engine_keywords(engine_options, **own)
+    command_keywords = {"dtype": dtype, "load_format": "dummy", "seed": settings.seed + 1, "max_length": max_length}
+    keywords = engine_keywords(engine_options, **command_keywords)
     note("loading the trainer")
     model = auto_class_for(path).from_pretrained(path, dtype=trainer_dtype or dtype or "auto", device=device)
     trainer = HFEngine(model, "trainer")
@@ -331,8 +331,8 @@ class RefitChecker:
             table.add_column(name, justify="right")
         table.add_column("verdict")
         for step in self.steps:
-            found = step.result.comparisons
-            errors = [found[side][0].token_mult_prob_error if side in found else None for side in sides]
+            comparisons = step.result.comparisons
+            errors = [comparisons[side][0].token_mult_prob_error if side in comparisons else None for side in sides]
             table.add_row(
                 escape(step.name),
                 f"{step.report.tensors:,}",

@@ -76,8 +76,8 @@ class Store:
             self._require_same({ENGINE: self.load_note(ENGINE)}, {ENGINE: wanted})
         self.save_note(ENGINE, wanted)
 
-    def _require_same(self, found: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
-        if different := list(_differences(found, wanted)):
+    def _require_same(self, saved_settings: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+        if different := list(_differences(saved_settings, wanted)):
             raise ConsistencyError(
                 f"{self.folder} holds measurements made with other settings:",
                 *(f"  - {difference}" for difference in different),
@@ -121,10 +121,10 @@ class Store:
         return self.folder / f"{cell.key}-{repeat}.safetensors"
 
 
-def _differences(found: Mapping[str, Any], wanted: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+def _differences(saved_settings: Mapping[str, Any], wanted: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
     """Yield a line per setting that differs, also inside of versions and descriptions."""
-    for key in sorted(found.keys() | wanted.keys()):
-        before, now = found.get(key), wanted.get(key)
+    for key in sorted(saved_settings.keys() | wanted.keys()):
+        before, now = saved_settings.get(key), wanted.get(key)
         if before == now:
             continue
         if key == "checkpoint":

@@ -137,13 +137,13 @@ class Verdict:
         """Facts by which quirks are matched."""
         if self.divergence is None:
             return Evidence(self.kind, self.random_weights)
-        found = self.divergence
-        return Evidence(self.kind, self.random_weights, found.module, found.pattern, found.weights)
+        divergence = self.divergence
+        return Evidence(self.kind, self.random_weights, divergence.module, divergence.pattern, divergence.weights)
 
     @property
     def summary(self) -> str:
         """The verdict in a few sentences."""
-        who = " and ".join(self.at_fault)
+        wrong_sides = " and ".join(self.at_fault)
         if self.kind == VerdictKind.PRECISION:
             sentences = ["The difference is explained by precision"]
         elif self.kind == VerdictKind.ROUNDING:
@@ -151,12 +151,12 @@ class Verdict:
         elif self.kind == VerdictKind.UNSTABLE:
             sentences = ["The model is numerically unstable: transformers in fp32 is itself as far from fp64"]
         elif self.kind == VerdictKind.NOT_FINITE:
-            sentences = [f"Log-probabilities of {who} are not finite"]
+            sentences = [f"Log-probabilities of {wrong_sides} are not finite"]
         else:
-            sentences = [f"Wrong: {who}" + (f", computing as if {self.cause.message}" if self.cause else "")]
+            sentences = [f"Wrong: {wrong_sides}" + (f", computing as if {self.cause.message}" if self.cause else "")]
         sentences += [f"First divergence: {self.divergence}"] if self.divergence else []
         sentences += [self.note] if self.note else []
-        sentences += [self.witness.sentence(who)] if self.witness else []
+        sentences += [self.witness.sentence(wrong_sides)] if self.witness else []
         if self.advice is Advice.TRANSFORMERS_BACKEND:
             sentences.append('Advice: serve it with model_impl="transformers", by which vLLM is right here')
         sentences += [

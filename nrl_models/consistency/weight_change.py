@@ -134,8 +134,8 @@ class WeightChange:
     def unseen(self, after: Measurement, bound: float) -> Iterable[str]:
         """Yield tensors that could be stale without an effect above `bound` on the compared tokens."""
         model, old = self.meter.trainer.model, self.old
-        plan, kept = model.state_dict_adapter.export_plan(), model.state_dict_adapter.kept
-        yield from (name for name, _, dtype in plan if name in kept or not dtype.is_floating_point)
+        plan, mtp_weights = model.state_dict_adapter.export_plan(), model.state_dict_adapter.kept
+        yield from (name for name, _, dtype in plan if name in mtp_weights or not dtype.is_floating_point)
         if self._is_readable or not old:
             return
         needed, started = 1.0 + 2.0 * (bound - 1.0), time.monotonic()
@@ -170,8 +170,8 @@ def _weights(model: FamilyModel) -> dict[str, torch.Tensor]:
     views = adapter.hf_views(model)
     computed = [tensor for name, tensor in adapter.exported("hub").items() if name not in views]
     rest = {name for tensor in computed for name in tensor.parameters if name not in adapter.tied}
-    own = model.state_dict()
-    tensors = views | {name: own[name].detach() for name in sorted(rest)}
+    state_dict = model.state_dict()
+    tensors = views | {name: state_dict[name].detach() for name in sorted(rest)}
     return {name: tensor for name, tensor in tensors.items() if tensor.is_floating_point()}
 
 

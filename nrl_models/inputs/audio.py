@@ -85,9 +85,9 @@ def audio_inputs(model: PreTrainedModel, inputs: Inputs, generator: torch.Genera
             counts = [] if method is None else _counts(model.config, run_on(model, method, clips), len(clips[name]))
         except Exception:  # the model does not accept this form
             continue
-        given = {key: value for key, value in clips.items() if key in forward}
+        forward_inputs = {key: value for key, value in clips.items() if key in forward}
         for count in counts or [size // stride for size in clips[name].shape[1:] for stride in (2, 4, 8)]:
-            result = inputs | given | {"input_ids": _with_tokens(model.config, inputs["input_ids"], count)}
+            result = inputs | forward_inputs | {"input_ids": _with_tokens(model.config, inputs["input_ids"], count)}
             try:
                 run_on(model, model, result)
             except Exception:  # the model does not accept this number of tokens

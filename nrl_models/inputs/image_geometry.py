@@ -72,12 +72,12 @@ class Geometry:
             return [(1, c, p, b * n * p), (b, c, p, n * p)]
         if "aspect_ratio_ids" in names:
             return [(b, 1, self.tiles, c, s, s)]
-        whole = [(b, c, s, s), (b, 1, c, s, s), (b, n, c * p * p)]
+        untiled = [(b, c, s, s), (b, 1, c, s, s), (b, n, c * p * p)]
         if "image_sizes" in names:  # two by two tiles of an image, plus the complete image
-            return [(b, 5, c, s, s), *whole]
+            return [(b, 5, c, s, s), *untiled]
         if {"pixel_attention_mask", "image_attention_mask"} & set(names):
-            return [whole[1], whole[0]]
-        return whole
+            return [untiled[1], untiled[0]]
+        return untiled
 
 
 def vision_part(config: PreTrainedConfig) -> PreTrainedConfig:

@@ -144,8 +144,8 @@ def run_on(model: PreTrainedModel, function: Callable[..., Any], arguments: Inpu
 
 def cast(inputs: Inputs, model: nn.Module) -> Inputs:
     """Move the inputs to the model's device, and cast floating-point tensors to its dtype."""
-    own = next(model.parameters())
-    return BatchFeature(inputs).to(own.device, own.dtype).data
+    parameter = next(model.parameters())
+    return BatchFeature(inputs).to(parameter.device, parameter.dtype).data
 
 
 MOST_TOKENS = 64
@@ -189,7 +189,7 @@ def token_count(features: Any, images: int) -> int:
     deep = getattr(features, "deepstack_features", None)
     if hasattr(features, "pooler_output"):
         last = getattr(features, "last_hidden_state", None)
-        features = next(found for found in (features.pooler_output, last, deep and deep[0][1]) if found is not None)
+        features = next(output for output in (features.pooler_output, last, deep and deep[0][1]) if output is not None)
     total = _rows(features)
     if not total or total % images:
         raise ValueError(f"{total} tokens for {images} images")
@@ -236,7 +236,7 @@ def _with_tokens(config: PreTrainedConfig, input_ids: torch.Tensor, count: int) 
     input_ids = torch.cat([input_ids, input_ids[:, :1].expand(-1, short)], dim=1).clone()
     end = TOKENS_BEFORE + count
     input_ids[:, TOKENS_BEFORE:end] = token
-    for keys, place in ((BEFORE_IMAGE, TOKENS_BEFORE - 1), (AFTER_IMAGE, end)):
+    for keys, position in ((BEFORE_IMAGE, TOKENS_BEFORE - 1), (AFTER_IMAGE, end)):
         if (mark := first_token(config, keys)) is not None:
-            input_ids[:, place] = mark
+            input_ids[:, position] = mark
     return input_ids

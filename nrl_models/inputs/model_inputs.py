@@ -103,13 +103,13 @@ def text_ids(config: PreTrainedConfig, shape: tuple[int, int], generator: torch.
 
 def _special_tokens(config: PreTrainedConfig) -> list[int]:
     """Return ids that are not text: end tokens, padding, images."""
-    found: list[Any] = []
+    token_ids: list[Any] = []
     for key, value in all_values(config):
         if key == "vocabulary_map":
-            found.extend((value or {}).values())
+            token_ids.extend((value or {}).values())
         elif key.endswith(("_id", "token_ids", "token_index")):
-            found.extend(value if isinstance(value, (list, tuple)) else [value])
-    return [token for token in found if type(token) is int]
+            token_ids.extend(value if isinstance(value, (list, tuple)) else [value])
+    return [token for token in token_ids if type(token) is int]
 
 
 def _labels(model: PreTrainedModel, input_ids: torch.Tensor, generator: torch.Generator) -> torch.Tensor:

@@ -25,9 +25,9 @@ def placeholders(config: PreTrainedConfig, names: Collection[str]) -> set[int]:
     videos = any("video" in name for name in names)
     images = videos or any(part in name for name in names for part in ("image", "pixel", "patches"))
     audio = any("audio" in name or name.startswith(AUDIO) for name in names)
-    found = (
+    token_ids = (
         image_token(config) if images else None,
         own_token(config, VIDEO_TOKENS) if videos else None,
         audio_token(config) if audio else None,
     )
-    return {token for token in found if token is not None}
+    return {token for token in token_ids if token is not None}

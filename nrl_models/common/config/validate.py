@@ -69,18 +69,18 @@ def check_config(
     Raises:
         ConfigurationError: If there are misspelled keys or unsupported values. Lists all of them.
     """
-    found = examine(model_class, config, ignored)
+    findings = examine(model_class, config, ignored)
     where = config.name_or_path or "the configuration"
-    if found.problems:
-        wrong = tuple(each.subject for each in found.problems if each.subject not in found.required)
+    if findings.problems:
+        wrong = tuple(each.subject for each in findings.problems if each.subject not in findings.required)
         ignore = (
             f"correct the configuration. If the model is correct without these settings, pass "
             f"ignore_config_keys={wrong}, on the command line --ignore-config-key KEY"
         )
         summary = f"{where} has settings that {model_class.__name__} does not support"
-        raise ConfigurationError(summary, found.problems, [ignore] if wrong else [])
-    if found.unread:
-        keys = ", ".join(f"{path}: {shown(value)}" for path, value in found.unread.items())
+        raise ConfigurationError(summary, findings.problems, [ignore] if wrong else [])
+    if findings.unread:
+        keys = ", ".join(f"{path}: {shown(value)}" for path, value in findings.unread.items())
         logger.warning_once(f"{where} has keys that nothing in {model_class.__name__} reads; they are ignored: {keys}")
 
 
@@ -101,15 +101,15 @@ def examine(
     A known key is a problem if its value is not among the supported ones in `config_values` or in the ledger.
     """
     ignored = key_names(ignored)
-    found = Findings(without_ignored(unused_keys(model_class, config), ignored))
+    findings = Findings(without_ignored(unused_keys(model_class, config), ignored))
     # Remote code may read keys in modules that are not searched.
     if not hasattr(model_class, "rewrites") and model_class.__module__.partition(".")[0] != "transformers":
-        return found
+        return findings
     check = _Check(model_class, config, ignored)
-    check.unread(found)
-    found.problems.extend(check.unsupported())
-    found.required.update(check.required)
-    return found
+    check.unread(findings)
+    findings.problems.extend(check.unsupported())
+    findings.required.update(check.required)
+    return findings
 
 
 def without_ignored(problems: Iterable[Problem], ignored: Collection[str] | str) -> list[Problem]:
@@ -134,7 +134,7 @@ class _Check:
         except Exception:  # any error of the class's own validation
             return None
 
-    def unread(self, found: Findings) -> None:
+    def unread(self, findings: Findings) -> None:
         """Classify the keys that no code reads."""
         for path, part, key, value in walk(self.config):
             if self._is_ignored(path, key) or key in self.values or self._is_known(part, key):
@@ -142,9 +142,9 @@ class _Check:
             if self._is_read(key) or self._says_what_a_part_says(part, key, value):
                 continue
             if problem := self._misspelled(path, part, key, value) or self._unsupported_number(path, part, key, value):
-                found.problems.append(problem)
+                findings.problems.append(problem)
             elif value or key not in FORMER:
-                found.unread[path] = value
+                findings.unread[path] = value
 
     def _misspelled(self, path: str, part: PreTrainedConfig, key: str, value: Any) -> Problem | None:
         if value is None or key in FORMER:
@@ -168,7 +168,8 @@ class _Check:
         other = architecture_that_computes_with(key)
         # The same number usually means the same setting under another name (`layer_norm_eps` for `rms_norm_eps`).
         if other is None or any(
-            is_same_value(value, own) and self._is_known(part, name) for name, own in own_values(part).items()
+            is_same_value(value, other_value) and self._is_known(part, name)
+            for name, other_value in own_values(part).items()
         ):
             return None
         detail = (

@@ -46,5 +46,5 @@ def values_of_layers(config: PreTrainedConfig, key: str) -> tuple[Any, ...]:
     layers = getattr(config, "per_layer_config", None) if getattr(config, "is_heterogeneous", False) else None
     if not layers:
         return (getattr(config, key),) if hasattr(config, key) else ()
-    found = (getattr(layer, key, None) for layer in layers)
-    return tuple(dict.fromkeys(value for value in found if value is not None))
+    values = (getattr(layer, key, None) for layer in layers)
+    return tuple(dict.fromkeys(value for value in values if value is not None))

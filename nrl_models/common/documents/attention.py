@@ -55,8 +55,8 @@ def attend(
     options["enable_gqa"] = query.shape[1] != key.shape[1]
     if (batches := documents.batches) is not None:
         parts = batches.split_queries(query), batches.split_keys(key), batches.split_keys(value)
-        found = batches.join([_causal(*part, **options) for part in zip(*parts, strict=True)])
-        return found.unflatten(0, documents.shape)
+        output = batches.join([_causal(*part, **options) for part in zip(*parts, strict=True)])
+        return output.unflatten(0, documents.shape)
     queries = documents.split_without_prompts(query, 2)  # tokens of a shared prompt attend once
     parts = queries, documents.split(key, 2), documents.split(value, 2)
     return documents.join([_causal(*part, **options).transpose(1, 2) for part in zip(*parts, strict=True)], 1)
@@ -160,8 +160,8 @@ def _aligns_ends(kernel: Kernel, device: torch.device) -> bool:
     numbers = torch.randn(queries + 2 * keys, 2, 64, generator=torch.Generator().manual_seed(0)).to(device).half()
     query, key, value = numbers.split((queries, keys, keys))
     starts = (torch.tensor([0, length], dtype=torch.int32, device=device) for length in (queries, keys))
-    found = kernel((query, key, value), (*starts, queries, keys), -1, None)
+    output = kernel((query, key, value), (*starts, queries, keys), -1, None)
     sees = torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
     query, key, value = (tensor.transpose(0, 1)[None].float() for tensor in (query, key, value))
     expected = scaled_dot_product_attention(query, key, value, sees)[0].transpose(0, 1)
-    return torch.allclose(found.float(), expected, atol=1e-2)
+    return torch.allclose(output.float(), expected, atol=1e-2)

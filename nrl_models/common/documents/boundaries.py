@@ -133,10 +133,10 @@ class Documents:
         if self.prompts is not None:
             sizes = chain(*self.lengths)
             parts = [part.narrow(dim, part.shape[dim] - size, size) for part, size in zip(parts, sizes, strict=True)]
-        rows, place = [], 0
+        rows, offset = [], 0
         for lengths in self.lengths:
-            rows.append(torch.cat(list(parts[place : place + len(lengths)]), dim))
-            place += len(lengths)
+            rows.append(torch.cat(list(parts[offset : offset + len(lengths)]), dim))
+            offset += len(lengths)
         return rows[0] if len(rows) == 1 else torch.cat(rows)
 
 
@@ -185,7 +185,7 @@ class SharedPrompts:
             (torch.arange(start, end), torch.arange(boundaries[document], boundaries[document + 1]))
             for document, (start, end) in enumerate(spans)
         ]
-        lengths = torch.tensor([0, *(len(prompt) + len(own) for prompt, own in parts)])
+        lengths = torch.tensor([0, *(len(prompt) + len(continuation) for prompt, continuation in parts)])
         columns = torch.cat([part for both in parts for part in both])
         return cls(spans, before, columns.to(device), lengths.cumsum(0).int().to(device))
 
@@ -235,16 +235,16 @@ class DocumentBatches:
                 batches.append([])
             batches[-1].append(number)
         queries, keys, places, sizes = [], [], torch.empty(starts[-1], dtype=torch.long), []
-        place = 0
+        offset = 0
         for batch in batches:
             longest = lengths[batch[0]]
             sizes.append((len(batch), longest, prompts[batch[0]]))
             for number in batch:
-                own = (torch.arange(longest) + starts[number]).clamp(max=starts[number + 1] - 1)
-                queries.append(own)
-                keys += [torch.arange(*spans[number]), own]
-                places[starts[number] : starts[number + 1]] = torch.arange(place, place + lengths[number])
-                place += longest
+                indices = (torch.arange(longest) + starts[number]).clamp(max=starts[number + 1] - 1)
+                queries.append(indices)
+                keys += [torch.arange(*spans[number]), indices]
+                places[starts[number] : starts[number + 1]] = torch.arange(offset, offset + lengths[number])
+                offset += longest
         return cls(tuple(sizes), torch.cat(queries), torch.cat(keys), places)
 
     def to(self, device: torch.device) -> DocumentBatches:
@@ -253,11 +253,11 @@ class DocumentBatches:
 
     def split_queries(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         """Return `(documents, heads, S, size)` for each batch, from `(batch, heads, seq_len, size)`."""
-        return self._split(tensor, self.queries, [own for _, own, _ in self.sizes])
+        return self._split(tensor, self.queries, [length for _, length, _ in self.sizes])
 
     def split_keys(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         """Return `(documents, heads, P + S, size)` for each batch, from `(batch, heads, seq_len, size)`."""
-        return self._split(tensor, self.keys, [own + prompt for _, own, prompt in self.sizes])
+        return self._split(tensor, self.keys, [length + prompt for _, length, prompt in self.sizes])
 
     def _split(self, tensor: torch.Tensor, index: torch.Tensor, lengths: list[int]) -> list[torch.Tensor]:
         tokens = tensor.transpose(0, 1).flatten(1, 2).index_select(1, index.to(tensor.device))
@@ -325,9 +325,9 @@ def starts_of(position_ids: torch.Tensor, attention_mask: torch.Tensor | None = 
         follows = position_ids[:, 1:] == position_ids[:, :-1] + 1
         return nn.functional.pad(~follows, (1, 0), value=True)
     token = attention_mask.bool()
-    place = torch.arange(token.shape[1], device=token.device)
-    last = torch.where(token, place, -1).cummax(-1).values
+    columns = torch.arange(token.shape[1], device=token.device)
+    last = torch.where(token, columns, -1).cummax(-1).values
     before = nn.functional.pad(last[:, :-1], (1, 0), value=-1)
     previous = position_ids.gather(1, before.clamp(min=0))
-    follows = torch.where(before == place - 1, position_ids == previous + 1, position_ids > previous)
+    follows = torch.where(before == columns - 1, position_ids == previous + 1, position_ids > previous)
     return token & ((before < 0) | ~follows)

@@ -47,11 +47,11 @@ def documents_running(layer: nn.Module | None = None) -> Documents | None:
     """
     if torch.compiler.is_compiling() and not _open:
         return None  # compilers cannot trace the code below: it would break the graph, or raise with fullgraph
-    found = _running.get()
-    if not isinstance(found, _Unknown):
-        if found is not None and layer is not None:
+    documents = _running.get()
+    if not isinstance(documents, _Unknown):
+        if documents is not None and layer is not None:
             _packed.add(layer)
-        return found
+        return documents
     if layer in _packed and current_graph_task_id() != -1:
         raise RuntimeError(
             f"{type(layer).__name__} runs again in the backward pass, but its documents are unknown: it ran on a "

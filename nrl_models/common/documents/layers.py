@@ -52,9 +52,9 @@ class ByDocument(nn.Module):
                 return super().forward(*args, **kwargs)
             cut = [_cut(value, tokens) for value in args], {name: _cut(value, tokens) for name, value in kwargs.items()}
             return _uncut(super().forward(*cut[0], **cut[1]), tokens)
-        given = next((value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)), None)
-        if given is None or given.shape[:2] != documents.shape:
-            shape = "no tensor" if given is None else tuple(given.shape)
+        tensor = next((value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)), None)
+        if tensor is None or tensor.shape[:2] != documents.shape:
+            shape = "no tensor" if tensor is None else tuple(tensor.shape)
             raise ValueError(
                 f"{type(self).__name__} runs packed documents one by one, but it got {shape} and the batch has "
                 f"{tuple(documents.shape)} tokens: do not pack documents here."
@@ -62,7 +62,7 @@ class ByDocument(nn.Module):
         kwargs = {name: value for name, value in kwargs.items() if name not in BOUNDARIES}
         parts = zip(*(_parts(value, documents) for value in (args, kwargs)), strict=True)
         with running(None):
-            results = [super(ByDocument, self).forward(*own, **named) for own, named in parts]
+            results = [super(ByDocument, self).forward(*positional, **named) for positional, named in parts]
         return _joined(results, documents)
 
 
@@ -83,8 +83,10 @@ class DecoderByDocument(ByDocument):
         documents = documents_running(self)
         if documents is None or is_off("layers-across-documents"):
             return super(ByDocument, self).forward(*args, **kwargs)
-        given = dict(zip(inspect.signature(super(ByDocument, self).forward).parameters, args, strict=False)) | kwargs
-        tensors = {name: value for name, value in given.items() if isinstance(value, torch.Tensor)}
+        arguments = (
+            dict(zip(inspect.signature(super(ByDocument, self).forward).parameters, args, strict=False)) | kwargs
+        )
+        tensors = {name: value for name, value in arguments.items() if isinstance(value, torch.Tensor)}
         unknown = [
             f"{name} {tuple(value.shape)}"
             for name, value in tensors.items()
@@ -103,8 +105,8 @@ class DecoderByDocument(ByDocument):
             )
         positions = tensors.get("position_ids")
         if positions is not None and torch.equal(positions.expand(documents.shape), documents.positions):
-            del given["position_ids"]
-        return super().forward(**given)
+            del arguments["position_ids"]
+        return super().forward(**arguments)
 
 
 def _tokens_of_padded_row(args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Tensor | None:

@@ -86,9 +86,9 @@ class DocumentMask(torch.Tensor):
             with DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         if func is nn.functional.scaled_dot_product_attention:
-            given = _SDPA.bind(*args, **kwargs)
-            given.apply_defaults()
-            query, key, value, mask, dropout, is_causal, scale, _ = given.args
+            bound = _SDPA.bind(*args, **kwargs)
+            bound.apply_defaults()
+            query, key, value, mask, dropout, is_causal, scale, _ = bound.args
             if isinstance(mask, cls) and not is_causal and mask.fits(query, key, value):
                 options = {"window": mask.window, "scale": scale, "dropout": dropout}
                 return attend(query, key, value, mask.documents, **options).transpose(1, 2)

@@ -291,23 +291,23 @@ def _check_scores(model: nn.Module, output: Any, rows: int) -> None:
         )
 
 
-def checked_positions(given: dict[str, Any], mask: Any) -> Any:
+def checked_positions(inputs: dict[str, Any], mask: Any) -> Any:
     """Return positions `(batch, seq_len)` computed from boundaries, or passed ones that agree. Others are unchanged.
 
     Raises:
         ValueError: If the boundaries do not match the batch or its positions.
     """
-    tokens = given.get("input_ids")
-    tokens = given.get("inputs_embeds") if tokens is None else tokens
-    boundaries, positions = given["cu_seq_lens_q"].tolist(), given.get("position_ids")
+    tokens = inputs.get("input_ids")
+    tokens = inputs.get("inputs_embeds") if tokens is None else tokens
+    boundaries, positions = inputs["cu_seq_lens_q"].tolist(), inputs.get("position_ids")
     if tokens is None or (positions is not None and not _is_2d(positions)):
         return positions
     batch, length = tokens.shape[:2]
     late = [index for index in range(1, len(boundaries)) if boundaries[index] <= boundaries[index - 1]]
     if boundaries[:1] != [0] or boundaries[-1] != batch * length or late:
-        what = f"{boundaries[late[0]]} follows {boundaries[late[0] - 1]} (number {late[0]}); " if late else ""
+        problem = f"{boundaries[late[0]]} follows {boundaries[late[0] - 1]} (number {late[0]}); " if late else ""
         raise ValueError(
-            f"cu_seq_lens_q is not a list of document starts: {what}expected increasing numbers from 0 to the "
+            f"cu_seq_lens_q is not a list of document starts: {problem}expected increasing numbers from 0 to the "
             f"{batch * length} tokens of the batch, got {boundaries[:1]} to {boundaries[-1:]}"
         )
     lengths = torch.tensor(boundaries).diff().tolist()

@@ -39,9 +39,9 @@ def rope_switch(config: PreTrainedConfig) -> int | None:
     kinds = _rope_settings(text)
     if not any(kind.get("rope_type") == "longrope" for kind in kinds):
         return None
-    found = [kind.get("original_max_position_embeddings") for kind in kinds]
-    found.append(getattr(text, "original_max_position_embeddings", None))
-    return next((limit for limit in found if isinstance(limit, int) and limit > 0), None)
+    limits = [kind.get("original_max_position_embeddings") for kind in kinds]
+    limits.append(getattr(text, "original_max_position_embeddings", None))
+    return next((limit for limit in limits if isinstance(limit, int) and limit > 0), None)
 
 
 def _rope_settings(text: PreTrainedConfig) -> list[dict[str, Any]]:

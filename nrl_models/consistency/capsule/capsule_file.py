@@ -100,23 +100,23 @@ class Contents:
                 self._names[key], self._stored[name] = name, tensor
             self.tensors[name] = tensors[name]
 
-    def offer(self, what: str, tensors: Mapping[str, torch.Tensor]) -> bool:
+    def offer(self, description: str, tensors: Mapping[str, torch.Tensor]) -> bool:
         """Add tensors if all of them fit, else note that they are left out.
 
         Args:
-            what: Description of the tensors.
+            description: Description of the tensors.
             tensors: Tensors by name.
         """
         most = self.limits.megabytes * MEGABYTE
         raw = sum(tensor.nbytes for tensor in tensors.values())
         if raw / 2 > most and len(tensors) == 1:  # too large even as bf16
-            self.left_out.append(f"{what} ({raw / MEGABYTE:.1f} MB)")
+            self.left_out.append(f"{description} ({raw / MEGABYTE:.1f} MB)")
             return False
         forms = _stored_forms(tensors)
         new = {key: each.nbytes for key, each in forms.values() if key not in self._names}
         size = sum(new.values())
         if self.nbytes + size > most:
-            self.left_out.append(f"{what} ({size / MEGABYTE:.1f} MB)")
+            self.left_out.append(f"{description} ({size / MEGABYTE:.1f} MB)")
             return False
         self._add(tensors, forms)
         return True
@@ -170,9 +170,9 @@ class Contents:
         with reading(file):
             tensors |= {name: tensors[name].float() for name in content["widened"]}
             tensors |= {alias: tensors[name] for alias, name in content["aliases"].items()}
-            found = cls(CapsuleKind(content["kind"]))
-            found.values, found.tensors, found.left_out = content["values"], tensors, list(content["left_out"])
-            return found
+            contents = cls(CapsuleKind(content["kind"]))
+            contents.values, contents.tensors, contents.left_out = content["values"], tensors, list(content["left_out"])
+            return contents
 
 
 def json_values(value: Any) -> Any:
@@ -189,10 +189,10 @@ def _require_format(file: Path, metadata: Mapping[str, str]) -> None:
         raise CapsuleError(
             f"{file} is not a capsule: expected a file of nrl-models consistency --capsule, or of a watch"
         )
-    found, writer = metadata.get("format", ""), metadata.get("written_by", "")
-    if found != str(FORMAT):
+    file_format, writer = metadata.get("format", ""), metadata.get("written_by", "")
+    if file_format != str(FORMAT):
         raise CapsuleError(
-            f"{file} has capsule format {found}, which nrl_models {writer} reads; the installed nrl_models "
+            f"{file} has capsule format {file_format}, which nrl_models {writer} reads; the installed nrl_models "
             f"{__version__} reads format {FORMAT}"
         )
 
@@ -215,10 +215,10 @@ def _narrowed(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _digest(text: str, tensors: Mapping[str, torch.Tensor]) -> str:
-    whole = hashlib.sha256(text.encode())
+    hasher = hashlib.sha256(text.encode())
     for name in sorted(tensors):
-        whole.update(f"{name} {tensor_digest(tensors[name])} ".encode())
-    return whole.hexdigest()
+        hasher.update(f"{name} {tensor_digest(tensors[name])} ".encode())
+    return hasher.hexdigest()
 
 
 @contextmanager

@@ -69,13 +69,13 @@ def write_consistency(file: Path, judged: Judged, engine: Engine, trainer: HFEng
     block = block_name(trainer.model, module) if module else ""
     add_routes(contents, trainer.model, engine, case.tokens)
     add_block(contents, trainer.model, module, first[: compared_lengths[-1]])
-    for name, found in observed.comparisons.items():
+    for name, comparison in observed.comparisons.items():
         is_last = int(name.rpartition(".")[2]) == compared_lengths[-1]
-        add_comparison(contents, name, found, module if is_last else "", block)
+        add_comparison(contents, name, comparison, module if is_last else "", block)
     add_trainer_layers(contents, trainer.model, first)
-    for name, found in observed.comparisons.items():
+    for name, comparison in observed.comparisons.items():
         if name.startswith("modules.engine."):
-            add_layers(contents, "engine", found.actual)
+            add_layers(contents, "engine", comparison.actual)
     contents.write(file)
     return contents
 

@@ -168,7 +168,7 @@ class Decision:
                 at_fault.append(party)
         if not at_fault:
             kind = VerdictKind.ROUNDING if self._is_rounding(errors, exact) else VerdictKind.PRECISION
-            return self._finish(kind, (), errors, found=self._precisions(looks_like))
+            return self._finish(kind, (), errors, divergence_or_note=self._precisions(looks_like))
         wrong = case.parties[at_fault[0]]
         cause = find_cause(self._hypotheses(), wrong, single, floor)
         sides = [party for party in at_fault if party != Party.SECOND_TRAINER] or at_fault
@@ -193,9 +193,9 @@ class Decision:
                 if self._measures is None:
                     return
                 live = live or self._measures.hypotheses()
-                if (found := next(live, None)) is None:
+                if (hypothesis := next(live, None)) is None:
                     return
-                values[name], tensors[name] = asdict(found.cause), found.logprobs
+                values[name], tensors[name] = asdict(hypothesis.cause), hypothesis.logprobs
             cause = values[name]
             yield Hypothesis(VerdictCause(CauseKind(cause["kind"]), cause["message"], cause["key"]), tensors[name])
 
@@ -244,26 +244,26 @@ class Decision:
             return "Its modules cannot be recorded"
         side = ComparedSide.DECODE if at_fault == [Party.DECODE] else ComparedSide.ENGINE
         side = ComparedSide.TRAINER if Party.TRAINER in at_fault else side
-        whole = self.case.tokens.shape[1]
-        for length in dict.fromkeys((*(min(tokens, whole) for tokens in MODULE_TOKENS), whole)):
-            found = self.observed.comparison(
+        seq_len = self.case.tokens.shape[1]
+        for length in dict.fromkeys((*(min(tokens, seq_len) for tokens in MODULE_TOKENS), seq_len)):
+            comparison = self.observed.comparison(
                 f"modules.{side}.{length}",
                 lambda length=length: self.measures.compare_modules(side, length),  # type: ignore[misc]
             )
-            if isinstance(found, str):
-                return f"Its modules cannot be compared: {found}"
-            if (divergence := found.divergence()) is not None:
-                return self._described(found, divergence)
+            if isinstance(comparison, str):
+                return f"Its modules cannot be compared: {comparison}"
+            if (divergence := comparison.divergence()) is not None:
+                return self._described(comparison, divergence)
         return NO_MODULE_DIVERGES
 
-    def _described(self, found: ModuleComparison, divergence: Divergence) -> Divergence:
+    def _described(self, comparison: ModuleComparison, divergence: Divergence) -> Divergence:
         """Add the pattern of a divergence, or the comparison that found it."""
-        if found.side is ComparedSide.DECODE:
+        if comparison.side is ComparedSide.DECODE:
             return replace(divergence, detail="decoding one token after a cached prompt, compared with one prefill")
-        if found.side is ComparedSide.TRAINER:
+        if comparison.side is ComparedSide.TRAINER:
             return divergence
         values = self.observed.values
-        if (classified := found.classified(divergence, self._output_before)) is not None:
+        if (classified := comparison.classified(divergence, self._output_before)) is not None:
             values["pattern"] = {"pattern": classified.pattern, "detail": classified.detail}
             return classified
         recorded = values.get("pattern", {"pattern": Pattern.UNKNOWN, "detail": ""})
@@ -278,10 +278,12 @@ class Decision:
         at_fault: tuple[Party, ...],
         errors: Mapping[Party, Deviation],
         cause: VerdictCause | None = None,
-        found: Divergence | str = "",
+        divergence_or_note: Divergence | str = "",
     ) -> Verdict:
         verdict = Verdict(kind, at_fault, errors, cause, random_weights=self.case.random_weights)
-        located = {"note": found} if isinstance(found, str) else {"divergence": found}
+        located = (
+            {"note": divergence_or_note} if isinstance(divergence_or_note, str) else {"divergence": divergence_or_note}
+        )
         verdict = replace(verdict, **located)
         names = (quirk.name for quirk in CATALOG if quirk.name in self.case.quirks and quirk.explains(verdict.evidence))
         return replace(verdict, quirks=tuple(names))
@@ -324,5 +326,5 @@ def precision(dtype: torch.dtype | None) -> torch.dtype:
 
 
 def _deviation(values: torch.Tensor, exact: torch.Tensor) -> Deviation:
-    found = consistency_metrics(values, exact)
-    return Deviation(found.token_mult_prob_error, found.max)
+    metrics = consistency_metrics(values, exact)
+    return Deviation(metrics.token_mult_prob_error, metrics.max)

@@ -90,10 +90,10 @@ class RecordedBlock:
             CapsuleError: If it cannot be rebuilt, or returns tensors of other shapes.
         """
         args, kwargs = _decoded(self.arguments, self.inputs)
-        found = run_layer(self.rebuilt(), Call(tuple(args), kwargs))
-        if [tensor.shape for tensor in found] != [tensor.shape for tensor in self.outputs] or not found:
+        outputs = run_layer(self.rebuilt(), Call(tuple(args), kwargs))
+        if [tensor.shape for tensor in outputs] != [tensor.shape for tensor in self.outputs] or not outputs:
             raise CapsuleError(f"the rebuilt {self.name} returns tensors of other shapes")
-        return max(_difference(first, second) for first, second in zip(found, self.outputs, strict=True))
+        return max(_difference(first, second) for first, second in zip(outputs, self.outputs, strict=True))
 
     def to_json(self) -> dict[str, Any]:
         """Return everything but the tensors."""
@@ -150,13 +150,13 @@ def record_block(model: Any, name: str, tokens: Sequence[int]) -> RecordedBlock:
     outputs: list[list[torch.Tensor]] = []
 
     def before(_: nn.Module, args: Any, kwargs: Any) -> None:
-        given: list[torch.Tensor] = []
-        calls.append((_encoded([list(args), dict(kwargs)], given), given))
+        tensors: list[torch.Tensor] = []
+        calls.append((_encoded([list(args), dict(kwargs)], tensors), tensors))
 
     def after(_: nn.Module, args: Any, output: Any) -> None:
-        found: list[torch.Tensor] = []
-        _encoded([output] if isinstance(output, torch.Tensor) else list(output), found)
-        outputs.append(found)
+        tensors: list[torch.Tensor] = []
+        _encoded([output] if isinstance(output, torch.Tensor) else list(output), tensors)
+        outputs.append(tensors)
 
     with (
         module.register_forward_pre_hook(before, with_kwargs=True),
@@ -207,7 +207,7 @@ def _decoded(value: Any, tensors: Sequence[torch.Tensor]) -> Any:
     return tuple(values) if kind == "tuple" else values
 
 
-def _difference(found: torch.Tensor, recorded: torch.Tensor) -> float:
+def _difference(actual: torch.Tensor, recorded: torch.Tensor) -> float:
     scale = max(recorded.float().abs().nan_to_num(posinf=0.0).max().item(), 1e-6) if recorded.numel() else 1.0
-    difference = (found.float() - recorded.float()).abs()
+    difference = (actual.float() - recorded.float()).abs()
     return difference.nan_to_num(nan=float("inf")).max().item() / scale if difference.numel() else 0.0

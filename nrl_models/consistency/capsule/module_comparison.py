@@ -82,12 +82,12 @@ class ModuleComparison:
         )
 
     def classified(
-        self, found: Divergence, output_before: Callable[[str, ModuleCall], torch.Tensor | None]
+        self, divergence: Divergence, output_before: Callable[[str, ModuleCall], torch.Tensor | None]
     ) -> Divergence | None:
         """Add the pattern to a divergence, see `classify`; None if the module's tensors are not recorded."""
-        if found.module not in self.actual:
+        if divergence.module not in self.actual:
             return None
-        return classify(found, self.actual, self.expected, output_before, self.dtype)
+        return classify(divergence, self.actual, self.expected, output_before, self.dtype)
 
     def recomputed(self) -> ModuleComparison:
         """Return the comparison with the numbers of all recorded tensors computed again."""
@@ -119,8 +119,8 @@ class ModuleComparison:
             module: The first module that diverges.
             block: The block that it is in.
         """
-        found = self.divergence()
-        essential = {module, *([found.after] if found is not None else [])}
+        divergence = self.divergence()
+        essential = {module, *([divergence.after] if divergence is not None else [])}
         if module == LOGITS and module in self.expected:  # compared with modules that read the same hidden states
             hidden = self.expected[module].inputs[0]
             essential |= {name for name, call in self.expected.items() if call.inputs and call.inputs[0] is hidden}
@@ -133,7 +133,7 @@ class ModuleComparison:
             "side": self.side,
             "dtype": dtype_name(self.dtype),
             "pairs": [asdict(pair) for pair in self.pairs],
-            "rounds": [asdict(found) for found in self.rounds],
+            "rounds": [asdict(search_round) for search_round in self.rounds],
             "weights": list(self.weights),
             "owner": self.owner,
         }

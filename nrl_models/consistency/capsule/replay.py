@@ -76,7 +76,7 @@ class Replay:
         lines += [
             f"{'as recorded' if check.passed else 'DIFFERS'}: {check.name}: {check.detail}" for check in self.checks
         ]
-        lines += [f"not in the capsule: {what}" for what in self.left_out]
+        lines += [f"not in the capsule: {description}" for description in self.left_out]
         return [*lines, f"written with {', '.join(f'{name} {version}' for name, version in self.versions.items())}"]
 
     def to_json(self) -> dict[str, Any]:
@@ -93,35 +93,35 @@ class Replay:
         }
 
 
-def differences(recorded: Any, found: Any, prose: Collection[str] = (), where: str = "") -> list[str]:
+def differences(recorded: Any, replayed: Any, prose: Collection[str] = (), where: str = "") -> list[str]:
     """List differences of two JSON values. Numbers are compared up to rounding, texts exactly.
 
     Args:
-        recorded, found: The values. Fields of `found` that an earlier version did not record are not compared.
+        recorded, replayed: The values. Fields of `replayed` that an earlier version did not record are not compared.
         prose: Names of fields with sentences, which are not compared: they show rounded numbers of other fields.
         where: Name of the values.
     """
-    if isinstance(recorded, Mapping) and isinstance(found, Mapping):
+    if isinstance(recorded, Mapping) and isinstance(replayed, Mapping):
         names = [name for name in recorded if name not in prose]
-        pairs = [(recorded[name], found.get(name), f"{where}.{name}".strip(".")) for name in names]
+        pairs = [(recorded[name], replayed.get(name), f"{where}.{name}".strip(".")) for name in names]
         return [line for first, second, name in pairs for line in differences(first, second, prose, name)]
-    if isinstance(recorded, (list, tuple)) and isinstance(found, (list, tuple)) and len(recorded) == len(found):
-        pairs = [(first, second, where) for first, second in zip(recorded, found, strict=True)]
+    if isinstance(recorded, (list, tuple)) and isinstance(replayed, (list, tuple)) and len(recorded) == len(replayed):
+        pairs = [(first, second, where) for first, second in zip(recorded, replayed, strict=True)]
         return [line for first, second, name in pairs for line in differences(first, second, prose, name)]
-    return [] if _same(recorded, found) else [f"{where} was {recorded}, and is {found}"]
+    return [] if _same(recorded, replayed) else [f"{where} was {recorded}, and is {replayed}"]
 
 
-def _same(recorded: Any, found: Any) -> bool:
-    if isinstance(recorded, bool) or isinstance(found, bool):
-        return recorded is found
-    if isinstance(recorded, (int, float)) and isinstance(found, (int, float)):
-        return math.isclose(recorded, found, rel_tol=RELATIVE, abs_tol=ABSOLUTE)
-    return bool(recorded == found)
+def _same(recorded: Any, replayed: Any) -> bool:
+    if isinstance(recorded, bool) or isinstance(replayed, bool):
+        return recorded is replayed
+    if isinstance(recorded, (int, float)) and isinstance(replayed, (int, float)):
+        return math.isclose(recorded, replayed, rel_tol=RELATIVE, abs_tol=ABSOLUTE)
+    return bool(recorded == replayed)
 
 
-def compared(name: str, recorded: Any, found: Any, detail: str, prose: Collection[str] = ()) -> ReplayCheck:
+def compared(name: str, recorded: Any, replayed: Any, detail: str, prose: Collection[str] = ()) -> ReplayCheck:
     """Compare a result with the recorded one, except fields of `prose`, see `differences`."""
-    different = differences(recorded, json_values(found), prose)
+    different = differences(recorded, json_values(replayed), prose)
     return ReplayCheck(name, not different, "; ".join(different) or detail, len(different))
 
 

@@ -50,70 +50,74 @@ def add_block(contents: Contents, model: Any, module: str, tokens: Sequence[int]
         contents.values |= {"block": block.to_json(), "block_error": error}
 
 
-def add_comparison(contents: Contents, name: str, found: ModuleComparison, module: str, block: str) -> None:
+def add_comparison(contents: Contents, name: str, comparison: ModuleComparison, module: str, block: str) -> None:
     """Add the numbers of a comparison of modules, and as many of its tensors as fit.
 
     Args:
         contents: The capsule.
         name: Name of the comparison.
-        found: The comparison.
+        comparison: The comparison.
         module: The first module that diverges; empty if there is none.
         block: The block that it is in.
     """
-    kept: set[str] = set()
-    tokens = max((len(call.outputs[0].flatten(0, -2)) for call in found.expected.values() if call.outputs), default=0)
+    retained: set[str] = set()
+    tokens = max(
+        (len(call.outputs[0].flatten(0, -2)) for call in comparison.expected.values() if call.outputs), default=0
+    )
     if module and tokens > contents.limits.tokens:
         contents.left_out.append(f"activations of {tokens:,} tokens, more than the limit of {contents.limits.tokens:,}")
     elif module:
-        for what, names in zip((module, block), found.neighbors(module, block), strict=True):
-            if contents.offer(f"activations of {what}", _call_tensors(name, found.keeping(names - kept))):
-                kept |= names
-    found = found.keeping(kept)  # as a replay will read it
+        for module_name, names in zip((module, block), comparison.neighbors(module, block), strict=True):
+            if contents.offer(
+                f"activations of {module_name}", _call_tensors(name, comparison.keeping(names - retained))
+            ):
+                retained |= names
+    comparison = comparison.keeping(retained)  # as a replay will read it
     calls = {
         key: {
             side: [call.class_name, len(call.inputs), len(call.outputs)]
-            for side, call in (("actual", found.actual[key]), ("expected", found.expected[key]))
+            for side, call in (("actual", comparison.actual[key]), ("expected", comparison.expected[key]))
         }
-        for key in found.actual
+        for key in comparison.actual
     }
-    contents.values["comparisons"][name] = found.to_json() | {"calls": calls}
+    contents.values["comparisons"][name] = comparison.to_json() | {"calls": calls}
 
 
 def read_comparisons(contents: Contents) -> dict[str, ModuleComparison]:
     """Read the comparisons of a capsule, with the numbers of recorded tensors computed again."""
-    found = {}
+    comparisons = {}
     for name, content in contents.values["comparisons"].items():
         sides: dict[str, dict[str, ModuleCall]] = {"actual": {}, "expected": {}}
         for module, shapes in content["calls"].items():
-            for side, (kind, given, returned) in shapes.items():
+            for side, (kind, input_count, output_count) in shapes.items():
                 sides[side][module] = ModuleCall(
                     kind,
-                    tuple(contents.tensors[f"{name}/{side}/{module}/inputs/{index}"] for index in range(given)),
-                    tuple(contents.tensors[f"{name}/{side}/{module}/outputs/{index}"] for index in range(returned)),
+                    tuple(contents.tensors[f"{name}/{side}/{module}/inputs/{index}"] for index in range(input_count)),
+                    tuple(contents.tensors[f"{name}/{side}/{module}/outputs/{index}"] for index in range(output_count)),
                 )
-        found[name] = ModuleComparison.from_json(content, sides["expected"], sides["actual"]).recomputed()
-    return found
+        comparisons[name] = ModuleComparison.from_json(content, sides["expected"], sides["actual"]).recomputed()
+    return comparisons
 
 
 def comparison_checks(recorded: Mapping[str, Any], observed: Observations) -> list[ReplayCheck]:
     """Compare the errors of modules with the recorded ones."""
     checks = []
-    for name, found in observed.comparisons.items():
-        if found.actual:
+    for name, comparison in observed.comparisons.items():
+        if comparison.actual:
             before = {key: recorded[name][key] for key in ("pairs", "rounds")}
-            again = {key: value for key, value in found.to_json().items() if key in before}
-            of_all = len(found.pairs) or len(found.rounds[0].differences)
-            detail = f"{len(found.actual)} of {of_all} compared again on the {found.side}'s activations"
+            again = {key: value for key, value in comparison.to_json().items() if key in before}
+            of_all = len(comparison.pairs) or len(comparison.rounds[0].differences)
+            detail = f"{len(comparison.actual)} of {of_all} compared again on the {comparison.side}'s activations"
             checks.append(compared("modules", before, again, detail))
     return checks
 
 
-def _call_tensors(name: str, found: ModuleComparison) -> dict[str, torch.Tensor]:
+def _call_tensors(name: str, comparison: ModuleComparison) -> dict[str, torch.Tensor]:
     return {
-        f"{name}/{side}/{module}/{what}/{index}": tensor
-        for side, calls in (("expected", found.expected), ("actual", found.actual))
+        f"{name}/{side}/{module}/{direction}/{index}": tensor
+        for side, calls in (("expected", comparison.expected), ("actual", comparison.actual))
         for module, call in calls.items()
-        for what, tensors in (("inputs", call.inputs), ("outputs", call.outputs))
+        for direction, tensors in (("inputs", call.inputs), ("outputs", call.outputs))
         for index, tensor in enumerate(tensors)
     }
 

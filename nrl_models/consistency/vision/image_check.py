@@ -168,46 +168,48 @@ def compare_images(
     plain = [processor.tokenizer(prompt.text).input_ids for prompt in prompts]
     images = [prompt.images for prompt in prompts]
     samples = engine.generate(plain, sampling, max_new_tokens=new_tokens, seed=seed, ignore_end=False, images=images)
-    given = [[*tokens, *sample.tokens] for tokens, sample in zip(plain, samples, strict=True)]
-    prefilled = engine.score(given, sampling, images=images)
+    sequences = [[*tokens, *sample.tokens] for tokens, sample in zip(plain, samples, strict=True)]
+    prefilled = engine.score(sequences, sampling, images=images)
     scored = []
     for prompt, tokens, sample, prefill in zip(prompts, plain, samples, prefilled, strict=True):
         if not sample.tokens:
             raise ConsistencyError(f"{engine.name} returned empty completions for images: there is nothing to compare")
-        own = trainer_inputs(processor, prompt)
-        ids = tuple(own.pop("input_ids")[0].tolist())
-        ours = _trainer_scores(trainer, ids, sample, own, sampling) if ids == sample.prompt else None
+        model_inputs = trainer_inputs(processor, prompt)
+        ids = tuple(model_inputs.pop("input_ids")[0].tolist())
+        ours = _trainer_scores(trainer, ids, sample, model_inputs, sampling) if ids == sample.prompt else None
         last = torch.tensor(prefill[-len(sample.tokens) :], dtype=torch.float64)
-        scored.append(_Scored(prompt, tokens, sample, ids, own, ours, last))
+        scored.append(_Scored(prompt, tokens, sample, ids, model_inputs, ours, last))
     bound = threshold
     if any(threshold < worst_of(one.errors) < float("inf") for one in scored):
         bound = largest_error(threshold, noise_factor, _noise(trainer, scored, sampling))
-    found = []
+    comparisons = []
     for one in scored:
         against_decode, against_prefill = one.errors
         fault = None
         if not worst_of(one.errors) <= bound:
             fault = ImageFault.PROCESSOR if one.trainer is None else _fault(engine, trainer, one, sampling, bound)
         sizes = tuple(image.size for image in one.prompt.images)
-        found.append(
+        comparisons.append(
             ImageComparison(sizes, len(one.ids), len(one.sample.tokens), against_decode, against_prefill, bound, fault)
         )
-    return found
+    return comparisons
 
 
 def _trainer_scores(
     trainer: HFEngine,
     ids: tuple[int, ...],
     sample: Sample,
-    own: dict[str, torch.Tensor],
+    model_inputs: dict[str, torch.Tensor],
     sampling: Sampling,
     *,
     full_logits: bool = False,
 ) -> torch.Tensor:
     count, prefix_types = len(sample.tokens), marks_prefix(trainer.model)
-    whole = Sample(ids, sample.tokens, sample.logprobs, model_inputs=own, prefix_types=prefix_types)
-    inputs = [whole.sequence_inputs]
-    scores = trainer.score([whole.sequence], sampling, last=count, full_logits=full_logits, model_inputs=inputs)
+    trainer_sample = Sample(ids, sample.tokens, sample.logprobs, model_inputs=model_inputs, prefix_types=prefix_types)
+    inputs = [trainer_sample.sequence_inputs]
+    scores = trainer.score(
+        [trainer_sample.sequence], sampling, last=count, full_logits=full_logits, model_inputs=inputs
+    )
     return torch.tensor(scores[0][-count:], dtype=torch.float64)
 
 
@@ -319,10 +321,10 @@ def _agrees_causally(trainer: HFEngine, scored: _Scored, sampling: Sampling, bou
 
 
 @torch.no_grad()
-def _text_call(model: Any, ids: Sequence[int], own: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+def _text_call(model: Any, ids: Sequence[int], model_inputs: Mapping[str, torch.Tensor]) -> dict[str, Any]:
     """Return the keywords with which the trainer's model calls its text model on a prompt."""
     calls: list[dict[str, Any]] = []
     text = model.base_model.language_model
     with text.register_forward_pre_hook(lambda module, args, kwargs: calls.append(kwargs), with_kwargs=True):
-        model(input_ids=torch.tensor([list(ids)], device=model.device), **cast(dict(own), model))
+        model(input_ids=torch.tensor([list(ids)], device=model.device), **cast(dict(model_inputs), model))
     return calls[0]
