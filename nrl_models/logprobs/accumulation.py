@@ -140,9 +140,9 @@ def _sources(part: Microbatch, lengths: Sequence[int]) -> tuple[torch.Tensor, to
     for length, shared in zip(lengths, part.shared, strict=True):
         if not shared:
             first = end
-        own = length - shared
-        columns += [torch.arange(first, first + shared), torch.arange(end, end + own)]
-        end += own
+        unshared = length - shared
+        columns += [torch.arange(first, first + shared), torch.arange(end, end + unshared)]
+        end += unshared
     column = torch.cat(columns)
     return torch.zeros_like(column), column
 
@@ -193,15 +193,15 @@ class Accumulation:
                 self._learn(part)
         self._nothing(self.count - len(self.parts))
         loss, by = self._derivatives(last=True) if self.parts else (self.known.logprobs.sum(), {})
-        again = [place for place, part in enumerate(self.parts) if self._differs(part, by)]
+        again = [index for index, part in enumerate(self.parts) if self._differs(part, by)]
         (count,) = largest([len(again)], self.group, self.batch.device)
-        for place in again:
+        for index in again:
             rest = {name: gradient - self.used[name] for name, gradient in by.items()}
-            with self._placing(self.parts[place]):
+            with self._placing(self.parts[index]):
                 with random_states_kept():
-                    set_torch_random_state(states[place])  # repeats the dropout masks
-                    found = self._scored(self.parts[place])
-                self._pull(self.parts[place], found, rest)
+                    set_torch_random_state(states[index])  # repeats the dropout masks
+                    statistics = self._scored(self.parts[index])
+                self._pull(self.parts[index], statistics, rest)
         self._nothing(count - len(again))
         return replace(self.known, loss=loss)
 
@@ -220,15 +220,15 @@ class Accumulation:
         with sharing_prompts() if part.shares else nullcontext():
             return token_logprobs(self.model, part.ids, **keywords)
 
-    def _joined(self, part: MicrobatchInputs, found: TokenLogprobs) -> TokenLogprobs:
+    def _joined(self, part: MicrobatchInputs, statistics: TokenLogprobs) -> TokenLogprobs:
         """Merge the statistics of a microbatch into the known ones, `(batch, max_length)` each."""
         grids = {}
         for name in STATISTICS:
-            given, grid = getattr(found, name), getattr(self.known, name)
-            if given is not None:
+            values, grid = getattr(statistics, name), getattr(self.known, name)
+            if values is not None:
                 grid = torch.zeros_like(self.known.logprobs) if grid is None else grid
-                grids[name] = part.placed(given, grid.to(given.dtype))
-        outside = part.placed(found.outside, self.known.outside)
+                grids[name] = part.placed(values, grid.to(values.dtype))
+        outside = part.placed(statistics.outside, self.known.outside)
         return TokenLogprobs(mask=self.batch.scored & ~outside, outside=outside, **grids)
 
     def _learn(self, part: MicrobatchInputs) -> None:
@@ -239,11 +239,11 @@ class Accumulation:
             of_tokens = terms.to(self.batch.device)[:, None].expand_as(self.batch.scored)
             terms = part.taken(of_tokens)
         with torch.enable_grad():
-            found = self._scored(part, loss=lambda row: loss(self._joined(part, row)), loss_terms=terms)
+            statistics = self._scored(part, loss=lambda row: loss(self._joined(part, row)), loss_terms=terms)
         with torch.no_grad():
-            self.known = self._joined(part, found)
+            self.known = self._joined(part, statistics)
         _, by = self._derivatives()
-        self._pull(part, found, by)
+        self._pull(part, statistics, by)
         for name, gradient in by.items():
             used = self.used.get(name, torch.zeros_like(gradient))
             self.used[name] = part.copied(gradient, used)
@@ -265,15 +265,15 @@ class Accumulation:
             by[name] = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad.masked_fill(~self.batch.scored, 0.0)
         return loss.detach(), by
 
-    def _pull(self, part: MicrobatchInputs, found: TokenLogprobs, by: dict[str, torch.Tensor]) -> None:
+    def _pull(self, part: MicrobatchInputs, statistics: TokenLogprobs, by: dict[str, torch.Tensor]) -> None:
         """Accumulate gradients of the parameters from derivatives by a microbatch's statistics."""
         gradients = [part.summed(gradient) for gradient in by.values()]
         if ranks_of(self.group) == 1 and not any(gradient.any() for gradient in gradients):
             return  # no gradient, for example because all rewards of a group are equal
-        if not found.logprobs.requires_grad:
+        if not statistics.logprobs.requires_grad:
             raise ValueError("a loss was passed, but no parameter of the model requires a gradient: unfreeze some")
         with torch.autocast(self.batch.device.type, enabled=False):  # a backward repeats the forward's dtypes
-            torch.autograd.backward([getattr(found, name) for name in by], gradients)
+            torch.autograd.backward([getattr(statistics, name) for name in by], gradients)
 
     def _differs(self, part: MicrobatchInputs, by: dict[str, torch.Tensor]) -> bool:
         """Return True if a microbatch used derivatives that differ from the final ones by more than rounding."""
@@ -289,7 +289,7 @@ class Accumulation:
         with own_routing(*self.models):
             for _ in range(count):
                 with torch.set_grad_enabled(self.loss is not None):
-                    found = token_logprobs(self.model, token.repeat(2)[None].to(self.batch.device), **self.options)
+                    statistics = token_logprobs(self.model, token.repeat(2)[None].to(self.batch.device), **self.options)
                 if self.loss is not None:
                     with torch.autocast(self.batch.device.type, enabled=False):
-                        found.logprobs.backward(torch.zeros_like(found.logprobs))
+                        statistics.logprobs.backward(torch.zeros_like(statistics.logprobs))

@@ -140,12 +140,12 @@ def statistics_of(
     sampling = sampling.processing
     logs = processed(logits, sampling).log_softmax(-1)
     chosen = logs.gather(-1, tokens[:, None])[:, 0]
-    kept = logs.clamp(min=FLOOR)  # avoid infinity times zero
-    entropy = -(logs.exp() * kept).sum(-1)
+    clamped = logs.clamp(min=FLOOR)  # avoid infinity times zero
+    entropy = -(logs.exp() * clamped).sum(-1)
     kl = torch.zeros_like(entropy)
     if reference_logits is not None:
         theirs = (reference_logits.to(wide) / sampling.temperature).log_softmax(-1).clamp(min=FLOOR)
-        kl = (logs.exp() * (kept - theirs)).sum(-1)
+        kl = (logs.exp() * (clamped - theirs)).sum(-1)
     return TokenStatistics(chosen, entropy, kl)
 
 
@@ -243,23 +243,23 @@ class _Chunked(torch.autograd.Function):
                 sums.log_sum[rows] = logits_of.log_sum_exp(logits)
                 chosen[rows] = picked - sums.log_sum[rows]
             else:
-                found = reduce_rows(
+                reduced = reduce_rows(
                     rows, logits_of, reference_of, hidden, tokens, sampling, entropy, reference, chosen, sums,
                     with_slope=taken is not None,
                 )  # fmt: skip
             if taken is not None and derivatives_of is not None:
                 by = derivatives_of(TokenStatistics(chosen, sums.entropies, sums.kl))
-                by_logprobs, by_entropy, by_kl = (None if given is None else given[rows] for given in by)
+                by_logprobs, by_entropy, by_kl = (None if derivative is None else derivative[rows] for derivative in by)
                 assert by_logprobs is not None
                 by_logprobs = _of_possible(by_logprobs, chosen[rows])
                 used = (by_logprobs, by_entropy, by_kl)
-                for target, given in zip(derivatives[:, rows], used, strict=True):
-                    if given is not None:
-                        target.copy_(given)
+                for target, derivative in zip(derivatives[:, rows], used, strict=True):
+                    if derivative is not None:
+                        target.copy_(derivative)
                 if fused:
                     gradient = logits_of.logprob_gradient(logits, sums.log_sum[rows], by_logprobs, tokens[rows])
                 else:
-                    gradient = logit_gradient(found, tokens[rows], sums.entropies[rows], sums.kl[rows], used)
+                    gradient = logit_gradient(reduced, tokens[rows], sums.entropies[rows], sums.kl[rows], used)
                 taken.add(rows, gradient, logits_of)
 
         ctx.of_forward = {"head": head, "sampling": sampling, "entropy": entropy, "reference": reference}
@@ -283,7 +283,9 @@ class _Chunked(torch.autograd.Function):
             ctx.taken = None  # a second backward computes the gradient again
             factor = _proportion(torch.stack(upstream), derivatives)
             if factor is not None:
-                scaled = (given if given is None or factor == 1.0 else given.mul_(factor) for given in gradients)
+                scaled = (
+                    gradient if gradient is None or factor == 1.0 else gradient.mul_(factor) for gradient in gradients
+                )
                 return *scaled, *nothing
             del gradients
         gradients = gradients_by_tiles(
@@ -298,9 +300,9 @@ def _of_possible(by_logprobs: torch.Tensor, logprobs: torch.Tensor) -> torch.Ten
     return by_logprobs.masked_fill(logprobs == float("-inf"), 0.0)
 
 
-def _of_each(found: TokenStatistics) -> Derivatives:
+def _of_each(statistics: TokenStatistics) -> Derivatives:
     """Return the derivatives of the sum of all log-probabilities: ones."""
-    return torch.ones_like(found.logprobs), None, None
+    return torch.ones_like(statistics.logprobs), None, None
 
 
 def _proportion(upstream: torch.Tensor, derivatives: torch.Tensor) -> float | None:

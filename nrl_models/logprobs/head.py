@@ -77,11 +77,11 @@ def hidden_states_and_head(model: nn.Module, input_ids: torch.Tensor, **inputs: 
     checked = _checked.setdefault(model, {})
     is_checked = caller in checked and checked[caller][-1] == hooks and not may_act_later(model, module)
     sample = None if is_checked else _HeadSample.of(model, module, input_ids, inputs)
-    given: list[torch.Tensor] = []
+    hidden_states: list[torch.Tensor] = []
     autocast: list[torch.dtype | None] = []
 
     def stand_in(hidden: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
-        given.append(hidden)
+        hidden_states.append(hidden)
         autocast.append(autocast_dtype(hidden))
         probe = torch.tensor(PROBE, dtype=torch.float32, device=hidden.device, requires_grad=bool(sharded))
         return probe.repeat(*hidden.shape[:-1], 1)
@@ -90,14 +90,14 @@ def hidden_states_and_head(model: nn.Module, input_ids: torch.Tensor, **inputs: 
         try:
             observed = _logits_of(model(input_ids=input_ids, use_cache=False, **inputs))
         except Exception as error:
-            if given:
+            if hidden_states:
                 raise HeadError(
                     f"{class_name(model)} fails after its output embedding when its logits are {len(PROBE)} numbers "
                     f"({one_line(error)}), so that step depends on the vocabulary. {ADVICE}"
                 ) from error
             raise
-    _require_one_call(model, module, given, input_ids)
-    hidden = _columns_of_tokens(model, given[0], input_ids)
+    _require_one_call(model, module, hidden_states, input_ids)
+    hidden = _columns_of_tokens(model, hidden_states[0], input_ids)
     with _naming_hooks(model, module, input_ids, inputs):
         units = gathered_units(model, module)
         head = replace(fitted_head(observed, class_name(model)), module=module, autocast=autocast[0], units=units)
@@ -153,15 +153,15 @@ def _run_sample(model: nn.Module, input_ids: torch.Tensor, inputs: Mapping[str, 
 
 
 def _require_one_call(
-    model: nn.Module, module: nn.Module, given: Sequence[torch.Tensor], input_ids: torch.Tensor
+    model: nn.Module, module: nn.Module, hidden_states: Sequence[torch.Tensor], input_ids: torch.Tensor
 ) -> None:
     """Check that a forward called the output embedding once, on hidden states `(batch, seq_len, hidden_size)`.
 
     Raises:
         HeadError: If it did not.
     """
-    if len(given) != 1 or given[0].ndim != 3:
-        called = f"{len(given)} times" + (f", on {tuple(given[0].shape)}" if given else "")
+    if len(hidden_states) != 1 or hidden_states[0].ndim != 3:
+        called = f"{len(hidden_states)} times" + (f", on {tuple(hidden_states[0].shape)}" if hidden_states else "")
         raise HeadError(
             f"{class_name(model)} calls its output embedding ({type(module).__name__}) {called}; expected once, on "
             f"every token of {tuple(input_ids.shape)}. If it is compiled as a whole, compile its layers or its base "
@@ -231,9 +231,9 @@ def logits_at(
     if not skips or any(getattr(value, "shape", ())[:2] != input_ids.shape for value in others):
         logits = _full_logits(model(input_ids=input_ids, use_cache=False, **inputs), model)
         return _columns_of_tokens(model, logits, input_ids)[rows, columns]
-    kept, among_kept = columns.unique(return_inverse=True)
-    output = model(input_ids=input_ids, use_cache=False, logits_to_keep=kept, **inputs)
-    return _full_logits(output, model)[rows, among_kept]
+    unique_columns, inverse = columns.unique(return_inverse=True)
+    output = model(input_ids=input_ids, use_cache=False, logits_to_keep=unique_columns, **inputs)
+    return _full_logits(output, model)[rows, inverse]
 
 
 def _full_logits(output: Any, model: nn.Module) -> torch.Tensor:
@@ -296,7 +296,7 @@ class _HeadSample:
         Raises:
             HeadError: If the model does not call its output embedding exactly once.
         """
-        given: list[torch.Tensor] = []
+        hidden_states: list[torch.Tensor] = []
         autocast: list[torch.dtype | None] = []
         unhooked: list[torch.Tensor] = []
         bypassed = bool(module._forward_hooks) and OutputHead(module).is_plain
@@ -304,7 +304,7 @@ class _HeadSample:
         modes = [(part, part.training) for part in modules_around(model, module) if part is not module or bypassed]
 
         def note(_: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
-            given.append(args[0])
+            hidden_states.append(args[0])
             autocast.append(autocast_dtype(args[0]))
 
         def keep(_: nn.Module, __: Any, output: torch.Tensor) -> None:
@@ -317,9 +317,9 @@ class _HeadSample:
                 stack.callback(module.register_forward_hook(keep, prepend=True).remove)
             for part, mode in modes:
                 part.training = mode
-            output = _run_sample(model, input_ids, inputs, given, autocast, unhooked)
-        _require_one_call(model, module, given, input_ids.reshape(-1)[:CHECKED_TOKENS][None])
-        hidden, expected = given[0][:, :CHECKED_TOKENS], _logits_of(output)[:, :CHECKED_TOKENS].clone()
+            output = _run_sample(model, input_ids, inputs, hidden_states, autocast, unhooked)
+        _require_one_call(model, module, hidden_states, input_ids.reshape(-1)[:CHECKED_TOKENS][None])
+        hidden, expected = hidden_states[0][:, :CHECKED_TOKENS], _logits_of(output)[:, :CHECKED_TOKENS].clone()
         embedded = OutputHead(module, autocast=autocast[0], units=gathered_units(model, module))(hidden)
         # Some models compute their logits in another dtype than their hidden states.
         rounding = max(torch.finfo(each.dtype).eps for each in (hidden, expected, embedded))

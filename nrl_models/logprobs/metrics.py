@@ -33,9 +33,9 @@ Values = torch.Tensor | Sequence[Any]
 
 def _tensors(trainer: Values, engine: Values, mask: Values | None) -> tuple[torch.Tensor, ...]:
     """Return log-probabilities on one device, and the mask if there is one. Lists become fp64."""
-    given = {"trainer": trainer, "engine": engine} | ({} if mask is None else {"mask": mask})
+    arguments = {"trainer": trainer, "engine": engine} | ({} if mask is None else {"mask": mask})
     tensors = {}
-    for name, value in given.items():
+    for name, value in arguments.items():
         try:
             dtype = None if isinstance(value, torch.Tensor) else torch.float64
             tensors[name] = torch.as_tensor(value, dtype=dtype)
@@ -195,11 +195,11 @@ def consistency_metrics(trainer: Values, engine: Values, mask: Values | None = N
         >>> round(metrics.token_mult_prob_error, 4)  # the mean of exp(0.1) and exp(0)
         1.0526
     """
-    trainer, engine, *given = _tensors(trainer, engine, mask)
+    trainer, engine, *masks = _tensors(trainer, engine, mask)
     trainer, engine = (each.float() if each.itemsize == 1 else each for each in (trainer, engine))  # float8
     if trainer.ndim != 2:
         raise ValueError(f"expected (sequences, length), got {tuple(trainer.shape)}")
-    mask = given[0].bool() if given else torch.ones_like(trainer, dtype=torch.bool)
+    mask = masks[0].bool() if masks else torch.ones_like(trainer, dtype=torch.bool)
     nan = mask & (trainer.isnan() | engine.isnan())
     engine_infinite, trainer_infinite = mask & engine.isinf(), mask & trainer.isinf()
     compared = mask & ~(nan | engine_infinite | trainer_infinite)

@@ -72,8 +72,8 @@ class Microbatch:
     @classmethod
     def of(cls, numbers: Sequence[int], lengths: Sequence[int]) -> Microbatch:
         """Create a microbatch of the sequences `numbers`. `lengths` are those of all sequences."""
-        own = [lengths[number] for number in numbers]
-        return cls(tuple(numbers), sum(own), max(own, default=0), (0,) * len(own))
+        sizes = [lengths[number] for number in numbers]
+        return cls(tuple(numbers), sum(sizes), max(sizes, default=0), (0,) * len(sizes))
 
     @classmethod
     def sharing(cls, numbers: Sequence[int], lengths: Sequence[int], shared: int) -> Microbatch:
@@ -103,15 +103,15 @@ def fewest(units: Sequence[Microbatch], layout: Layout, row_tokens: int) -> list
         layout: Layout of a microbatch.
         row_tokens: Maximum number of tokens of a microbatch, including padding. No unit may exceed it.
     """
-    found: list[Microbatch] = []
+    microbatches: list[Microbatch] = []
     for unit in _longest_first(units, layout):
-        for place, row in enumerate(found) if layout is not Layout.ALONE else ():
+        for index, row in enumerate(microbatches) if layout is not Layout.ALONE else ():
             if size(layout, row, unit) <= row_tokens:
-                found[place] = row + unit
+                microbatches[index] = row + unit
                 break
         else:
-            found.append(unit)
-    return sorted(found, key=lambda row: -size(layout, row))
+            microbatches.append(unit)
+    return sorted(microbatches, key=lambda row: -size(layout, row))
 
 
 def levelled(units: Sequence[Microbatch], layout: Layout, row_tokens: int, count: int) -> list[Microbatch]:
@@ -120,15 +120,15 @@ def levelled(units: Sequence[Microbatch], layout: Layout, row_tokens: int, count
     Each unit, from the longest, goes into the row with the fewest tokens. Falls back to `fewest` if a row exceeds the
     budget, and for padded rows, because padding is cheap for sequences of similar lengths.
     """
-    found = fewest(units, layout, row_tokens)
+    fewest_microbatches = fewest(units, layout, row_tokens)
     if layout is not Layout.PACKED or not units:
-        return found
-    emptiest = [(0, place, Microbatch()) for place in range(min(count, len(units)))]
+        return fewest_microbatches
+    emptiest = [(0, index, Microbatch()) for index in range(min(count, len(units)))]
     for unit in _longest_first(units, layout):
-        _, place, row = emptiest[0]
-        heapq.heapreplace(emptiest, (row.tokens + unit.tokens, place, row + unit))
+        _, index, row = emptiest[0]
+        heapq.heapreplace(emptiest, (row.tokens + unit.tokens, index, row + unit))
     level = sorted((row for _, _, row in emptiest), key=lambda row: -row.tokens)
-    return level if level[0].tokens <= row_tokens else found
+    return level if level[0].tokens <= row_tokens else fewest_microbatches
 
 
 def _longest_first(units: Sequence[Microbatch], layout: Layout) -> list[Microbatch]:
@@ -144,6 +144,6 @@ def largest(numbers: Sequence[int], group: Any, device: torch.device) -> list[in
     """Return the element-wise maximum of `numbers` over the ranks of a group."""
     if ranks_of(group) == 1:
         return list(numbers)
-    found = torch.tensor(numbers, device=device)
-    dist.all_reduce(found, dist.ReduceOp.MAX, group)
-    return found.tolist()
+    maximum = torch.tensor(numbers, device=device)
+    dist.all_reduce(maximum, dist.ReduceOp.MAX, group)
+    return maximum.tolist()

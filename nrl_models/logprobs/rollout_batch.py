@@ -113,23 +113,23 @@ def rollout_logprobs(
     if not isinstance(loss_terms, torch.Tensor):
         loss_terms = parse_option(LossTerms, loss_terms, "loss_terms", "or a number of each sequence")
     wrapped = [model] if reference is None else [model, reference]
-    own = [] if model_inputs is None else list(model_inputs)
-    own = own if any(own) else []
-    require_head(wrapped, chunk_size, {name for each in own if isinstance(each, Mapping) for name in each})
+    sequence_inputs = [] if model_inputs is None else list(model_inputs)
+    sequence_inputs = sequence_inputs if any(sequence_inputs) else []
+    require_head(wrapped, chunk_size, {name for each in sequence_inputs if isinstance(each, Mapping) for name in each})
     models = [innermost(part) for part in wrapped]
     device = device_of(model)
     if isinstance(sequences, Iterable) and not isinstance(sequences, torch.Tensor):
         sequences = list(sequences)
     ids, problems = _ids(sequences, models, row_tokens)
-    problems += _wrong_inputs(own, ids, group)
+    problems += _wrong_inputs(sequence_inputs, ids, group)
     scores, wrong = _scores(score, ids)
     _agree([*problems, *wrong, *_wrong_terms(loss_terms, len(ids))], len(ids), group, device)
-    layout = Layout.ALONE if own else layout_of(*wrapped)
+    layout = Layout.ALONE if sequence_inputs else layout_of(*wrapped)
     shares = share_prompts and layout is Layout.PACKED and can_share_prompts(*models)
     planned, count = _plan(ids, scores if shares else None, layout, loss_terms, row_tokens, device, models, group)
     options: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "entropy": entropy}
     options |= {"reference": reference, "chunk_size": chunk_size}
-    batch = SequenceBatch(ids, scores, device, [without_tokens(inputs) for inputs in own])
+    batch = SequenceBatch(ids, scores, device, [without_tokens(inputs) for inputs in sequence_inputs])
     parts = [MicrobatchInputs.of(batch, part, layout) for part in planned]
     return Accumulation(model, batch, parts, count, options, loss, loss_terms, group).run()
 
@@ -162,9 +162,9 @@ def _ids(
             problems.append(f"sequence {number} is {tuple(row.shape)} of {row.dtype}: expected token ids, (length,)")
         elif (unknown := unknown_token(models, row)) is not None:
             problems.append(f"sequence {number} has {unknown}: pass sequences without padding")
-        for limit, what in limits.items():
+        for limit, limit_source in limits.items():
             if limit is not None and row.ndim == 1 and len(row) > limit:
-                problems.append(f"sequence {number} has {len(row):,} tokens, and {what} {limit:,}")
+                problems.append(f"sequence {number} has {len(row):,} tokens, and {limit_source} {limit:,}")
     return [row.long() for row in ids], problems
 
 
@@ -226,12 +226,18 @@ def _wrong_terms(terms: LossTerms | str | torch.Tensor, count: int) -> list[str]
     return [f"loss_terms is {tuple(terms.shape)}: expected ({count},)"]
 
 
-def _wrong_inputs(own: Sequence[Any], ids: Sequence[torch.Tensor], group: Any) -> list[str]:
-    wrong = [f"there are model_inputs for {len(own)} of {len(ids)} sequences"] if own and len(own) != len(ids) else []
-    pairs = enumerate(zip(ids, own, strict=False))
-    found = {number: contradictions(row, inputs) for number, (row, inputs) in pairs}
-    wrong += [f"model_inputs of sequence {number} {each}" for number, problems in found.items() for each in problems]
-    if own and ranks_of(group) > 1:  # all ranks must run the same forwards, including towers
+def _wrong_inputs(sequence_inputs: Sequence[Any], ids: Sequence[torch.Tensor], group: Any) -> list[str]:
+    wrong = (
+        [f"there are model_inputs for {len(sequence_inputs)} of {len(ids)} sequences"]
+        if sequence_inputs and len(sequence_inputs) != len(ids)
+        else []
+    )
+    pairs = enumerate(zip(ids, sequence_inputs, strict=False))
+    conflicts = {number: contradictions(row, inputs) for number, (row, inputs) in pairs}
+    wrong += [
+        f"model_inputs of sequence {number} {each}" for number, problems in conflicts.items() for each in problems
+    ]
+    if sequence_inputs and ranks_of(group) > 1:  # all ranks must run the same forwards, including towers
         wrong.append(f"model_inputs: expected one process, not {ranks_of(group)} ranks")
     return wrong
 
@@ -273,10 +279,10 @@ def _plan(
         kinds.setdefault(bisect_left(switches, len(row)), []).append(number)
     plans = []
     for numbers in kinds.values():
-        own = [ids[number] for number in numbers], scores and [scores[number] for number in numbers]
+        ids_and_scores = [ids[number] for number in numbers], scores and [scores[number] for number in numbers]
         own_terms = terms[numbers] if isinstance(terms, torch.Tensor) else terms
-        units, limit = _units(*own, layout, own_terms, row_tokens, device)
-        renamed = [replace(unit, numbers=tuple(numbers[place] for place in unit.numbers)) for unit in units]
+        units, limit = _units(*ids_and_scores, layout, own_terms, row_tokens, device)
+        renamed = [replace(unit, numbers=tuple(numbers[index] for index in unit.numbers)) for unit in units]
         plans.append((renamed, limit, len(microbatches.fewest(renamed, layout, limit))))
     (count,) = largest([sum(fewest for *_, fewest in plans)], group, device)
     planned = [
@@ -318,12 +324,12 @@ def _units(
 def _together(units: Sequence[Microbatch], terms: Sequence[Any]) -> list[Microbatch]:
     """Join units that have a sequence with the same term."""
     joined: dict[int, tuple[Microbatch, set[Any]]] = {}
-    place_of: dict[Any, int] = {}
-    for place, unit in enumerate(units):
-        own = {terms[number] for number in unit.numbers}
-        for other in sorted({place_of[term] for term in own if term in place_of}):
+    index_of: dict[Any, int] = {}
+    for index, unit in enumerate(units):
+        unit_terms = {terms[number] for number in unit.numbers}
+        for other in sorted({index_of[term] for term in unit_terms if term in index_of}):
             others, other_terms = joined.pop(other)
-            unit, own = others + unit, own | other_terms
-        joined[place] = unit, own
-        place_of.update(dict.fromkeys(own, place))
+            unit, unit_terms = others + unit, unit_terms | other_terms
+        joined[index] = unit, unit_terms
+        index_of.update(dict.fromkeys(unit_terms, index))
     return [unit for unit, _ in joined.values()]

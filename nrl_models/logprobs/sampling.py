@@ -104,8 +104,8 @@ def smallest_kept(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
     if sampling.top_p >= 1.0:
         if top_k == vocabulary:
             return logits.new_full((len(logits), 1), float("-inf"))
-        kept, dropped = logits.topk(top_k + 1, dim=-1).values[:, -2:].unbind(-1)
-        return _between(kept, logits, dropped)
+        retained, dropped = logits.topk(top_k + 1, dim=-1).values[:, -2:].unbind(-1)
+        return _between(retained, logits, dropped)
     ascending = logits.sort(dim=-1).values
     weakest = ascending[:, vocabulary - top_k, None]
     ascending = ascending.masked_fill(ascending < weakest, float("-inf"))
@@ -116,12 +116,12 @@ def smallest_kept(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
     return _between(ascending.gather(-1, first)[:, 0], logits, None)
 
 
-def _between(kept: torch.Tensor, logits: torch.Tensor, dropped: torch.Tensor | None) -> torch.Tensor:
-    """Return the midpoint of `kept` and the next smaller logit of its row, `(rows, 1)`."""
-    kept = kept[:, None]
-    if dropped is None or bool((dropped[:, None] >= kept).any()):  # equal logits: look for the next smaller one
-        dropped = logits.masked_fill(logits >= kept, float("-inf")).amax(-1)
+def _between(retained: torch.Tensor, logits: torch.Tensor, dropped: torch.Tensor | None) -> torch.Tensor:
+    """Return the midpoint of `retained` and the next smaller logit of its row, `(rows, 1)`."""
+    retained = retained[:, None]
+    if dropped is None or bool((dropped[:, None] >= retained).any()):  # equal logits: look for the next smaller one
+        dropped = logits.masked_fill(logits >= retained, float("-inf")).amax(-1)
     dropped = dropped[:, None]
-    middle = (kept + dropped) / 2
-    middle = torch.where(middle > dropped, middle, kept)  # between adjacent floats, it rounds to one of them
+    middle = (retained + dropped) / 2
+    middle = torch.where(middle > dropped, middle, retained)  # between adjacent floats, it rounds to one of them
     return torch.where(dropped.isfinite(), middle, dropped)

@@ -141,8 +141,8 @@ def require_known_tokens(models: Iterable[nn.Module], ids: torch.Tensor) -> None
     Raises:
         ValueError: If a token ID is negative or too large.
     """
-    if (found := unknown_token(models, ids)) is not None:
-        raise ValueError(f"input_ids has {found}. Fill padding with one of these, and mark it in attention_mask")
+    if (problem := unknown_token(models, ids)) is not None:
+        raise ValueError(f"input_ids has {problem}. Fill padding with one of these, and mark it in attention_mask")
 
 
 def _vocabulary(model: nn.Module) -> int | None:
@@ -152,10 +152,10 @@ def _vocabulary(model: nn.Module) -> int | None:
 
 
 def _placeholders(model: nn.Module) -> list[int]:
-    found = getattr(getattr(model, "config", None), "__dict__", {})
+    attributes = getattr(getattr(model, "config", None), "__dict__", {})
     return [
         value
-        for name, value in found.items()
+        for name, value in attributes.items()
         if name.endswith(("token_id", "token_index")) and isinstance(value, int) and not isinstance(value, bool)
     ]
 
@@ -192,11 +192,11 @@ def positions_of_boundaries(
     if inputs.get("cu_seq_lens_q") is None:
         return position_ids
     text = text_positions(model, position_ids)
-    given = {"input_ids": input_ids, "position_ids": text, "cu_seq_lens_q": inputs["cu_seq_lens_q"]}
-    found: torch.Tensor = checked_positions(given, attention_mask)
+    arguments = {"input_ids": input_ids, "position_ids": text, "cu_seq_lens_q": inputs["cu_seq_lens_q"]}
+    positions: torch.Tensor = checked_positions(arguments, attention_mask)
     if position_ids is None or position_ids.ndim == 2:
-        return found
-    return torch.cat([found[None], position_ids[-rotary_planes(model) :]])
+        return positions
+    return torch.cat([positions[None], position_ids[-rotary_planes(model) :]])
 
 
 def require_unpacked(
@@ -325,8 +325,10 @@ class LeftPadding:
     def _fits(self, value: Any) -> bool:
         return isinstance(value, torch.Tensor) and value.shape[:2] == self.columns.shape
 
-    def restored(self, found: Grids, names: Iterable[str]) -> Grids:
+    def restored(self, statistics: Grids, names: Iterable[str]) -> Grids:
         """Move the grids `(batch, seq_len)` of a result back to the columns of the batch."""
         back = self.columns.argsort(1)
-        grids = {name: getattr(found, name) for name in names}
-        return replace(found, **{name: None if grid is None else grid.gather(1, back) for name, grid in grids.items()})
+        grids = {name: getattr(statistics, name) for name in names}
+        return replace(
+            statistics, **{name: None if grid is None else grid.gather(1, back) for name, grid in grids.items()}
+        )

@@ -170,7 +170,7 @@ def token_logprobs(
                 **asdict(sampling),
                 entropy=entropy,
                 reference=reference,
-                loss=None if loss is None else lambda found: loss(padding.restored(found, STATISTICS)),
+                loss=None if loss is None else lambda statistics: loss(padding.restored(statistics, STATISTICS)),
                 loss_terms=padding.moved(loss_terms),
                 chunk_size=chunk_size,
             )
@@ -186,11 +186,11 @@ def token_logprobs(
         logits = logits_at(model, input_ids, before, inputs)
         with torch.no_grad():
             reference_logits = None if reference is None else logits_at(reference, input_ids, before, inputs)
-        found = statistics_of(logits, tokens, sampling, reference_logits)
+        statistics = statistics_of(logits, tokens, sampling, reference_logits)
     else:
         hidden, head = hidden_states_and_head(model, input_ids, **inputs)
         compared = _reference(reference, head, hidden, input_ids, before, inputs)
-        found = chunked_statistics(
+        statistics = chunked_statistics(
             hidden[before],
             head,
             tokens,
@@ -203,7 +203,7 @@ def token_logprobs(
         for each in (head, compared and compared.head):
             if each is not None:
                 each.free()
-    result = placed.result(found)
+    result = placed.result(statistics)
     return result if loss is None else replace(result, loss=placed.loss_of(result))
 
 
@@ -280,36 +280,36 @@ class _Placed:
     kl: bool
     loss: LossFunction | None
 
-    def result(self, found: TokenStatistics) -> TokenLogprobs:
+    def result(self, statistics: TokenStatistics) -> TokenLogprobs:
         """Return the result of `token_logprobs`, without the loss."""
-        finite = found.logprobs != float("-inf")
+        finite = statistics.logprobs != float("-inf")
         mask = self._grid(finite)
         return TokenLogprobs(
-            self._grid(torch.where(finite, found.logprobs, 0.0)),
+            self._grid(torch.where(finite, statistics.logprobs, 0.0)),
             mask,
             self.positions & ~mask,
-            self._grid(found.entropy) if self.entropy else None,
-            self._grid(found.kl) if self.kl else None,
+            self._grid(statistics.entropy) if self.entropy else None,
+            self._grid(statistics.kl) if self.kl else None,
         )
 
     def loss_of(self, result: TokenLogprobs) -> torch.Tensor:
         """Compute the loss, and check that it is a scalar."""
         assert self.loss is not None
-        found = self.loss(result)
-        if not isinstance(found, torch.Tensor) or found.ndim:
-            shown = tuple(found.shape) if isinstance(found, torch.Tensor) else found
+        loss = self.loss(result)
+        if not isinstance(loss, torch.Tensor) or loss.ndim:
+            shown = tuple(loss.shape) if isinstance(loss, torch.Tensor) else loss
             raise ValueError(f"the loss returned {shown}: expected a tensor without dimensions, the loss of the batch")
-        return found
+        return loss
 
-    def derivatives(self, found: TokenStatistics) -> Derivatives:
+    def derivatives(self, statistics: TokenStatistics) -> Derivatives:
         """Return the derivatives of the loss by each statistic."""
         with torch.enable_grad():
-            leaves = TokenStatistics(*(values.detach().clone().requires_grad_() for values in found))
+            leaves = TokenStatistics(*(values.detach().clone().requires_grad_() for values in statistics))
             loss = self.loss_of(self.result(leaves))
             if not has_gradient(loss):
-                return torch.zeros_like(found.logprobs), None, None
+                return torch.zeros_like(statistics.logprobs), None, None
             logprobs, entropy, kl = torch.autograd.grad(loss, leaves, allow_unused=True)
-        return torch.zeros_like(found.logprobs) if logprobs is None else logprobs, entropy, kl
+        return torch.zeros_like(statistics.logprobs) if logprobs is None else logprobs, entropy, kl
 
     def _grid(self, values: torch.Tensor) -> torch.Tensor:
         """Return a grid with `values` at the scored positions, and zero elsewhere."""

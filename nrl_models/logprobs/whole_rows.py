@@ -141,29 +141,29 @@ def _dot(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
 
 
 def logit_gradient(
-    found: Reduced, tokens: torch.Tensor, entropies: torch.Tensor, kl: torch.Tensor, by: Derivatives
+    reduced: Reduced, tokens: torch.Tensor, entropies: torch.Tensor, kl: torch.Tensor, by: Derivatives
 ) -> torch.Tensor:
     """Compute the gradient of a loss by the output embedding's result, in the memory of the exponentials.
 
     Args:
-        found: The rows. Their buffers are overwritten.
+        reduced: The rows. Their buffers are overwritten.
         tokens, entropies, kl: Values of these rows, `(tokens,)`.
         by: Derivatives of the loss for these rows.
     """
     by_logprobs, by_entropy, by_kl = by
-    gradient = found.exponentials
-    if found.shifted is None or (by_entropy is None and by_kl is None):
-        gradient.mul_((-by_logprobs / found.total)[:, None])
+    gradient = reduced.exponentials
+    if reduced.shifted is None or (by_entropy is None and by_kl is None):
+        gradient.mul_((-by_logprobs / reduced.total)[:, None])
     else:
         none = torch.zeros_like(by_logprobs)
-        by_entropy, by_kl = (none if given is None else given for given in (by_entropy, by_kl))
-        factor = found.shifted.sub_(found.log_total[:, None]).mul_((by_kl - by_entropy)[:, None])
-        if found.theirs is not None:
-            factor.sub_(found.theirs.mul_(by_kl[:, None]))
+        by_entropy, by_kl = (none if derivative is None else derivative for derivative in (by_entropy, by_kl))
+        factor = reduced.shifted.sub_(reduced.log_total[:, None]).mul_((by_kl - by_entropy)[:, None])
+        if reduced.theirs is not None:
+            factor.sub_(reduced.theirs.mul_(by_kl[:, None]))
         factor.sub_((by_logprobs + by_entropy * entropies + by_kl * kl)[:, None])
-        gradient.mul_(factor.div_(found.total[:, None]))
+        gradient.mul_(factor.div_(reduced.total[:, None]))
     gradient.scatter_add_(1, tokens[:, None], by_logprobs[:, None])
-    return multiply_(gradient, found.slope)
+    return multiply_(gradient, reduced.slope)
 
 
 class HeadGradients:
@@ -204,5 +204,7 @@ class HeadGradients:
     def rounded(self) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
         """Return the gradients in the dtypes of the tensors that they belong to."""
         dtype = self.weight.dtype
-        of_weight, of_bias = (None if found is None else found.to(dtype) for found in (self.of_weight, self.of_bias))
+        of_weight, of_bias = (
+            None if gradient is None else gradient.to(dtype) for gradient in (self.of_weight, self.of_bias)
+        )
         return self.hidden, of_weight, of_bias

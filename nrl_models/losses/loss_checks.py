@@ -42,8 +42,8 @@ def require_one_shape(dimensions: str, **values: torch.Tensor | None) -> None:
     shapes = {name: tuple(value.shape) for name, value in values.items() if value is not None}
     first, *others = shapes.values()
     if len(first) != len(dimensions.split(", ")) or any(shape != first for shape in others):
-        found = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
-        raise ValueError(f"expected ({dimensions}) of all; got {found}")
+        named_shapes = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
+        raise ValueError(f"expected ({dimensions}) of all; got {named_shapes}")
 
 
 def require_mask(mask: torch.Tensor) -> None:
@@ -81,7 +81,7 @@ def require_values(logprobs: torch.Tensor, weights: torch.Tensor, **wrong: tuple
     every |= {name: (values, invalid & counted) for name, (values, invalid) in wrong.items()}
     if not bool(torch.stack([invalid.any() for _, invalid in every.values()]).any()):
         return
-    name, values, invalid = next((name, *found) for name, found in every.items() if bool(found[1].any()))
+    name, values, invalid = next((name, *pair) for name, pair in every.items() if bool(pair[1].any()))
     row, column = invalid.nonzero()[0].tolist()
     raise NonFiniteError(
         f"{name} of token {column} of sequence {row}: {values[row, column].item()}, with a log-probability of "

@@ -56,9 +56,9 @@ def _require_finite(rewards: torch.Tensor) -> None:
     require_one_shape("groups, group_size", rewards=rewards)
     if not bool(rewards.isfinite().all()):
         group, completion = (~rewards.isfinite()).nonzero()[0].tolist()
-        found = rewards[group, completion].item()
+        reward = rewards[group, completion].item()
         raise NonFiniteError(
-            f"the reward of completion {completion} to question {group} is {found}: expected finite numbers"
+            f"the reward of completion {completion} to question {group} is {reward}: expected finite numbers"
         )
 
 

@@ -52,10 +52,10 @@ class Gate:
         Raises:
             UnknownArgumentError: If the text is not a gate. The message lists the valid names.
         """
-        found = _GATE.fullmatch(text)
-        if found is None:
+        match = _GATE.fullmatch(text)
+        if match is None:
             raise UnknownArgumentError(f"{text!r}: expected a gate such as 'median({metrics[0]}) < 1.05'")
-        statistic, metric, relation, number = found.groups()
+        statistic, metric, relation, number = match.groups()
         wrong = []
         if statistic not in STATISTICS:
             wrong.append(f"unknown statistic {statistic}: expected one of {', '.join(STATISTICS)}")

@@ -80,5 +80,5 @@ def _with_image(part: Mapping[str, Any], images: Iterator[Any]) -> Mapping[str, 
     return {"type": "image", "image": next(images)} if part["type"] == "image" else part
 
 
-def _refused(what: str, detail: str) -> RecipeError:
-    return RecipeError("cannot use the data", [Problem(ProblemKind.CONFIG, what, detail)])
+def _refused(subject: str, detail: str) -> RecipeError:
+    return RecipeError("cannot use the data", [Problem(ProblemKind.CONFIG, subject, detail)])

@@ -13,10 +13,10 @@ _FAMILIES = Path(families.__file__).parent
 
 def recipes() -> dict[str, Path]:
     """Return the files by name, such as `gemma4/dapo_e2b`: family and training task. `demo/` has two for a CPU."""
-    own = {f"{file.parent.parent.name}/{file.stem}": file for file in _FAMILIES.glob("*/recipes/*.yaml")}
+    family_recipes = {f"{file.parent.parent.name}/{file.stem}": file for file in _FAMILIES.glob("*/recipes/*.yaml")}
     rows = {f"{file.parent.name}/{file.stem}": file for file in _FAMILIES.glob("table/recipes/*/*.yaml")}
     demo = {f"demo/{file.stem}": file for file in Path(__file__).parent.glob("demo/*.yaml")}
-    return dict(sorted((demo | own | rows).items()))
+    return dict(sorted((demo | family_recipes | rows).items()))
 
 
 def recipe_file(name: str) -> Path:

@@ -107,21 +107,21 @@ def finite_groups(
         NonFiniteError: If some groups have such values, and `on_non_finite` is not `skip`.
     """
     wrong: dict[int, str] = {}
-    for name, given in values.items():
-        for place in (~given.isfinite()).nonzero()[:, 0].tolist():
-            wrong.setdefault(place, f"the {name} of completion {place % group} is {given[place].item()}")
-    for place, sample in enumerate(samples):
+    for name, tensor in values.items():
+        for index in (~tensor.isfinite()).nonzero()[:, 0].tolist():
+            wrong.setdefault(index, f"the {name} of completion {index % group} is {tensor[index].item()}")
+    for index, sample in enumerate(samples):
         if not math.isfinite(sum(sample.logprobs)):
             number, value = next(pair for pair in enumerate(sample.logprobs) if not math.isfinite(pair[1]))
-            found = f"the engine's log-probability of token {number} of completion {place % group} is {value}"
-            wrong.setdefault(place, found)
+            problem = f"the engine's log-probability of token {number} of completion {index % group} is {value}"
+            wrong.setdefault(index, problem)
     if wrong and on_non_finite is NonFinite.RAISE:
-        place, found = next(iter(wrong.items()))
-        row = f" ({shown(rows[place])})" if rows else ""
+        index, problem = next(iter(wrong.items()))
+        row = f" ({shown(rows[index])})" if rows else ""
         raise NonFiniteError(
-            f"{found}, to question {place // group}{row}; {len(wrong)} completions have such values: expected finite "
+            f"{problem}, to question {index // group}{row}; {len(wrong)} completions have such values: expected finite "
             "numbers. Correct the reward function or the engine, or drop such groups with on_non_finite='skip'."
         )
     usable = torch.ones(len(samples) // group, dtype=torch.bool)
-    usable[[place // group for place in wrong]] = False
+    usable[[index // group for index in wrong]] = False
     return usable

@@ -141,13 +141,13 @@ class _Reader:
                 self.wrong(ProblemKind.FORMAT, shown(override), "expected KEY=VALUE, e.g. training.steps=10")
                 continue
             try:
-                own = OmegaConf.from_dotlist([override])
-                merged: Any = OmegaConf.merge(content, own)
+                override_config = OmegaConf.from_dotlist([override])
+                merged: Any = OmegaConf.merge(content, override_config)
                 content = merged
             except Exception as error:  # OmegaConf's own, and YAML's
                 self.wrong(ProblemKind.FORMAT, key, f"cannot be set: {one_line(error)}")
                 continue
-            self.given |= set(leaves_by_key(OmegaConf.to_container(own, resolve=False)))
+            self.given |= set(leaves_by_key(OmegaConf.to_container(override_config, resolve=False)))
         tree: Any = OmegaConf.to_container(content, resolve=False)
         for key in self.given:
             leave_out_null(tree, key.split("."))
@@ -163,9 +163,9 @@ class _Reader:
         loss = tree.get("loss")
         name: Any = loss.get("name") if isinstance(loss, Mapping) else None
         if not isinstance(name, str) or name not in LOSSES:
-            found = "is missing" if name is None else f"{name!r} is not a loss"
+            problem = "is missing" if name is None else f"{name!r} is not a loss"
             hint = did_you_mean(name, LOSSES)
-            self.wrong(ProblemKind.CONFIG, "loss.name", f"{found}{hint}: expected one of {', '.join(LOSSES)}")
+            self.wrong(ProblemKind.CONFIG, "loss.name", f"{problem}{hint}: expected one of {', '.join(LOSSES)}")
             known = {field.name for kind in (PolicyRecipe, SupervisedRecipe) for field in fields(kind)}
             self.unknown(tree, sorted(known), "")
             return None
@@ -218,8 +218,8 @@ class _Reader:
     def value(self, hint: Any, node: Any, key: str) -> Any:
         """Convert a value to a type. Records a problem if it has another type."""
         if key == "loss":
-            own = {name: value for name, value in node.items() if name != "name"}
-            return self.section(type(LOSSES[node["name"]]), own, key, LOSSES[node["name"]])
+            loss_node = {name: value for name, value in node.items() if name != "name"}
+            return self.section(type(LOSSES[node["name"]]), loss_node, key, LOSSES[node["name"]])
         if key == "gates":
             return self.gates(node)
         if hint is Target:
@@ -230,8 +230,8 @@ class _Reader:
         for member in members:
             if is_dataclass(member) and isinstance(member, type):
                 return self.section(member, node, key)
-        found = converted(hint, node)
-        if found is NOTHING:
+        converted_value = converted(hint, node)
+        if converted_value is NOTHING:
             self.wrong(ProblemKind.CONFIG, key, mismatch(hint, node))
             return None
         check: dict[str, Any] = {
@@ -241,26 +241,26 @@ class _Reader:
             "seed": self.seed,
         }
         if key in check:
-            check[key](found)
-        return found
+            check[key](converted_value)
+        return converted_value
 
     def gates(self, node: Any) -> Any:
         if not isinstance(node, list) or not all(isinstance(text, str) for text in node):
             self.wrong(ProblemKind.CONFIG, "gates", "expected a list such as ['median(loss) < 2']")
             return None
-        found = []
+        gates = []
         for text in node:
             try:
-                found.append(Gate.parse(text, self.metrics))
+                gates.append(Gate.parse(text, self.metrics))
             except NRLModelsError as error:
                 self.wrong(ProblemKind.CONFIG, "gates", str(error))
-        return tuple(found)
+        return tuple(gates)
 
     # Keys that are not allowed in a file
 
     def allowed(self, key: str) -> bool:
         """Return True if a key, or one nested in it, was set on the command line."""
-        return any(given == key or given.startswith(f"{key}.") for given in self.given)
+        return any(override_key == key or override_key.startswith(f"{key}.") for override_key in self.given)
 
     def refused(self, key: str, why: str) -> None:
         advice = f"if you trust it, give it on the command line: {key}=..."
@@ -286,15 +286,15 @@ class _Reader:
             return None
         try:
             function = resolved(name)
-            found = list(problems_of_arguments(function, arguments, slot))
+            problems = list(problems_of_arguments(function, arguments, slot))
         except (ImportError, TypeError, ValueError) as error:
             self.wrong(ProblemKind.CONFIG, f"{key}._target_", f"{name} cannot be used: {one_line(error)}")
             return None
-        for argument, detail in found:
+        for argument, detail in problems:
             self.wrong(ProblemKind.UNKNOWN, f"{key}.{argument}", detail)
         if key == "model":
             self.loading(arguments)
-        elif name in slot.listed and not found:
+        elif name in slot.listed and not problems:
             for argument, detail in problems_of_values(function, arguments):
                 self.wrong(ProblemKind.CONFIG, f"{key}.{argument}", detail)
         return Target(name, function, arguments) if len(self.problems) == before else None
@@ -312,8 +312,8 @@ class _Reader:
                 self.wrong(ProblemKind.UNKNOWN, f"model.{name}", f"nothing reads it{suggestion(close)}")
             elif name in KEYWORDS and name not in SAFE_LOADING and not self.allowed(f"model.{name}"):
                 self.refused(f"model.{name}", "it can run code, name a secret or write files")
-        own = {name: value for name, value in arguments.items() if not self.allowed(f"model.{name}")}
-        self.kernels(own, "model")
+        file_arguments = {name: value for name, value in arguments.items() if not self.allowed(f"model.{name}")}
+        self.kernels(file_arguments, "model")
 
     def kernels(self, values: Mapping[str, Any], key: str) -> None:
         try:
@@ -327,8 +327,8 @@ class _Reader:
         except (NRLModelsError, TypeError) as error:
             known = ", ".join(BackendConfig.__dataclass_fields__)
             self.wrong(ProblemKind.CONFIG, "backend", f"{error}; expected some of {known}")
-        own = {f"{name}_implementation": value for name, value in values.items() if not self.allowed(f"backend.{name}")}
-        self.kernels(own, "backend")
+        kernels = {f"{key}_implementation": impl for key, impl in values.items() if not self.allowed(f"backend.{key}")}
+        self.kernels(kernels, "backend")
 
     def freezing(self, values: Mapping[str, Any]) -> None:
         self.unknown(values, [*COMPONENTS, *SHORT_NAMES], "freeze_config")

@@ -122,11 +122,11 @@ class Training:
         """Check the numbers, and make enums of names."""
         object.__setattr__(self, "compute", parse_option(Compute, self.compute, "compute"))
         object.__setattr__(self, "schedule", parse_option(LearningRateSchedule, self.schedule, "schedule"))
-        own = {"warmup": 0, "clip_gradient_norm": 0}
+        minimums = {"warmup": 0, "clip_gradient_norm": 0}
         wrong = [
-            f"{name}={value}: expected a number of at least {own.get(name, 1)}"
+            f"{name}={value}: expected a number of at least {minimums.get(name, 1)}"
             for name in self.__dataclass_fields__
-            if type(value := getattr(self, name)) in (int, float) and not value >= own.get(name, 1)
+            if type(value := getattr(self, name)) in (int, float) and not value >= minimums.get(name, 1)
         ]
         if wrong:
             raise UnknownArgumentError("; ".join(wrong))

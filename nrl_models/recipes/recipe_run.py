@@ -197,7 +197,7 @@ def shuffled(rows: Sequence[Row], seed: int) -> Iterator[Row]:
     """Yield rows in random order without end. Every row occurs once per pass."""
     order = random.Random(seed)
     while True:
-        yield from (rows[place] for place in order.sample(range(len(rows)), len(rows)))
+        yield from (rows[index] for index in order.sample(range(len(rows)), len(rows)))
 
 
 MOST_SKIPPED = 10_000
@@ -208,10 +208,10 @@ def _encoded(rows: Iterator[Row], encode: Callable[[Row], Any]) -> Iterator[Any]
     """Encode rows, and skip rows whose encoding is None. The first skipped row is logged."""
     skipped = 0
     for row in rows:
-        found = encode(row)
-        skipped = 0 if found is not None else skipped + 1
-        if found is not None:
-            yield found
+        encoding = encode(row)
+        skipped = 0 if encoding is not None else skipped + 1
+        if encoding is not None:
+            yield encoding
         elif skipped == MOST_SKIPPED:
             raise RecipeError("cannot use the data", [Problem(ProblemKind.CONFIG, "training", _TOO_LONG)])
         else:
@@ -231,11 +231,11 @@ def _encoder(recipe: Recipe, tokenizer: Any, processor: Any) -> Callable[[Row], 
 
 
 def _sequences(max_length: int, tokenizer: Any, pairs: bool, row: Row) -> Sequences | None:
-    found = sequences_of(tokenizer, row, pairs=pairs)
-    cut = [(ids[:max_length], answer[:max_length]) for ids, answer in found]
+    sequences = sequences_of(tokenizer, row, pairs=pairs)
+    cut = [(ids[:max_length], answer[:max_length]) for ids, answer in sequences]
     if not all(any(answer[1:]) for _, answer in cut):
         return None
-    if cut != found:
+    if cut != sequences:
         logger.warning_once("some rows are longer than max_length: they are truncated")
     return cut
 

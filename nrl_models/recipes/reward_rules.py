@@ -28,10 +28,10 @@ def last_number(row: Row, completion: str, ended: bool, *, answer: str = "answer
         ended: Whether the model ended the completion.
         answer: Column with the right answer. GSM8K's answers end with the number.
     """
-    given, right = _NUMBER.findall(completion), _NUMBER.findall(_answer(row, answer))
-    if not (ended and given and right):
+    completion_numbers, right = _NUMBER.findall(completion), _NUMBER.findall(_answer(row, answer))
+    if not (ended and completion_numbers and right):
         return 0.0
-    value = _value(given[-1])
+    value = _value(completion_numbers[-1])
     return float(value is not None and value == _value(right[-1]))
 
 
@@ -61,17 +61,17 @@ def boxed(row: Row, completion: str, ended: bool, *, answer: str = "answer") -> 
         ended: Whether the model ended the completion.
         answer: Column with the right answer.
     """
-    right, given = _answer(row, answer), _last_boxed(completion)
-    return float(ended and given is not None and "".join(given.split()) == "".join(right.split()))
+    right, contents = _answer(row, answer), _last_boxed(completion)
+    return float(ended and contents is not None and "".join(contents.split()) == "".join(right.split()))
 
 
 def _last_boxed(text: str) -> str | None:
     """Return the contents of the last complete box, with braces of any depth; None if there is none."""
-    found = None
+    contents = None
     starts: list[int | None] = []  # of open braces; None for those that are not of a box
     for brace in _BRACES.finditer(text):
         if brace[0] != "}":
             starts.append(None if brace[0] == "{" else brace.end())
         elif starts and (start := starts.pop()) is not None:
-            found = text[start : brace.start()]
-    return found
+            contents = text[start : brace.start()]
+    return contents

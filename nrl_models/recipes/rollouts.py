@@ -122,7 +122,7 @@ class PolicyLoop:
         known = 0 if self.watch is None else len(self.watch.findings)
         rollouts = self.roll_out(questions, count, seed)
         sampled_at = time.perf_counter()
-        found = self.learn(rollouts)
+        metrics = self.learn(rollouts)
         learned_at = time.perf_counter()
         if self.watch is None:
             report = self.engine.refit(self.model.state_dict_adapter.iter_export(self.model), digests=False)
@@ -130,12 +130,12 @@ class PolicyLoop:
             report = self.watch.refit()
         finite = rollouts.rewards[rollouts.rewards.isfinite()]
         if len(finite):
-            found["reward"] = finite.mean().item()
-        return found | {
+            metrics["reward"] = finite.mean().item()
+        return metrics | {
             "ended": rollouts.ended,
             "tokens": rollouts.tokens,
             "groups": float(len(rollouts.samples) // self.group),
-            "skipped": rollouts.skipped + found.get("skipped", 0.0),
+            "skipped": rollouts.skipped + metrics.get("skipped", 0.0),
             "sample_seconds": sampled_at - started,
             "learn_seconds": learned_at - sampled_at,
             "refit_seconds": report.seconds,
@@ -161,7 +161,7 @@ class PolicyLoop:
             NonFiniteError: If a value is NaN or infinite, and `on_non_finite` is not `skip`.
         """
         settings = self.settings
-        kept: list[Sample] = []
+        retained: list[Sample] = []
         advantages, rewards = [], []
         ended = tokens = completions = skipped = 0
         for batch in range(max(1, settings.dynamic_sampling)):
@@ -169,39 +169,41 @@ class PolicyLoop:
             repeated = [question for question in asked for _ in range(self.group)]
             samples = self.sample(repeated, seed + batch)
             scores = [self._reward(*pair) for pair in zip(repeated, samples, strict=True)]
-            given = torch.tensor(scores, dtype=torch.float32)
-            rewards.append(given.view(-1, self.group))
+            raw_rewards = torch.tensor(scores, dtype=torch.float32)
+            rewards.append(raw_rewards.view(-1, self.group))
             ended += sum(sample.finish_reason == "stop" for sample in samples)
             tokens += sum(len(sample.tokens) for sample in samples)
             completions += len(samples)
             rows = [question.row for question in repeated]
-            shaped = given
+            shaped = raw_rewards
             if settings.overlong_buffer:
                 lengths = torch.tensor([len(sample.tokens) for sample in samples])
-                shaped = given + overlong_penalty(
+                shaped = raw_rewards + overlong_penalty(
                     lengths, self.new_tokens, settings.overlong_buffer, settings.overlong_penalty
                 )
             finite = rewards[-1].isfinite().all(1, keepdim=True)
-            found = unchecked_advantages(shaped.view(-1, self.group).where(finite, 0.0), scale=settings.scale_rewards)
-            values = {"reward": given, "advantage": found.flatten()}
+            batch_advantages = unchecked_advantages(
+                shaped.view(-1, self.group).where(finite, 0.0), scale=settings.scale_rewards
+            )
+            values = {"reward": raw_rewards, "advantage": batch_advantages.flatten()}
             usable = finite_groups(samples, self.group, self.on_non_finite, values, rows)
             skipped += int((~usable).sum())
             teach = usable.clone()
             if settings.dynamic_sampling:
                 teach[usable] = teaching_groups(rewards[-1][usable])
-            for place in teach.nonzero()[:, 0].tolist()[: count - len(kept) // self.group]:
-                kept += samples[place * self.group : (place + 1) * self.group]
-                advantages.append(found[place])
-            if len(kept) == count * self.group:
+            for index in teach.nonzero()[:, 0].tolist()[: count - len(retained) // self.group]:
+                retained += samples[index * self.group : (index + 1) * self.group]
+                advantages.append(batch_advantages[index])
+            if len(retained) == count * self.group:
                 break
         else:
             logger.warning(
-                f"{len(kept) // self.group} of {count} groups have rewards that differ and are finite, after "
+                f"{len(retained) // self.group} of {count} groups have rewards that differ and are finite, after "
                 f"{batch + 1} batches of questions: the step uses only those. Use easier or harder questions, or "
                 "larger groups, for more."
             )
         return Rollouts(
-            kept,
+            retained,
             torch.cat(advantages) if advantages else torch.zeros(0, dtype=torch.float32),
             torch.cat(rewards),
             ended / completions,
@@ -211,12 +213,12 @@ class PolicyLoop:
 
     def _reward(self, question: Question, sample: Sample) -> float:
         completion = self.tokenizer.decode(sample.tokens, skip_special_tokens=True)
-        found = self.reward(question.row, completion, sample.finish_reason == "stop")
+        reward = self.reward(question.row, completion, sample.finish_reason == "stop")
         try:
-            return float(found)
+            return float(reward)
         except (TypeError, ValueError, OverflowError) as error:
             raise NonFiniteError(
-                f"the reward of a completion of {shown(question.row)} is {shown(found)}: expected a number"
+                f"the reward of a completion of {shown(question.row)} is {shown(reward)}: expected a number"
             ) from error
 
     def learn(self, rollouts: Rollouts) -> dict[str, float]:
@@ -229,15 +231,15 @@ class PolicyLoop:
         """
         values = {"advantage": rollouts.advantages}
         usable = finite_groups(rollouts.samples, self.group, self.on_non_finite, values)
-        kept = usable.repeat_interleave(self.group)
-        samples = [sample for sample, keep in zip(rollouts.samples, kept.tolist(), strict=True) if keep]
+        usable_samples = usable.repeat_interleave(self.group)
+        samples = [sample for sample, keep in zip(rollouts.samples, usable_samples.tolist(), strict=True) if keep]
         skipped = {"skipped": float((~usable).sum())}
         if not samples:
             return skipped
         models = [nullcontext() if self.dropout else evaluating(self.model)]
         models += [nullcontext() if self.reference is None else evaluating(self.reference)]
         with models[0], models[1]:
-            return self._updates(samples, rollouts.advantages[kept].to(self.model.device)) | skipped
+            return self._updates(samples, rollouts.advantages[usable_samples].to(self.model.device)) | skipped
 
     def _updates(self, samples: Sequence[Sample], advantages: torch.Tensor) -> dict[str, float]:
         groups = len(samples) // self.group
@@ -289,31 +291,31 @@ class PolicyLoop:
         if correction is not None and correction.level is RatioLevel.SEQUENCE and old is None:
             terms = LossTerms.SEQUENCE  # the ratio of a sequence needs all its log-probabilities of this forward
 
-        def arguments(found: TokenLogprobs) -> tuple[torch.Tensor, ...]:
-            before = found.logprobs.detach() if old is None else old.logprobs
-            return found.logprobs, before, advantages, weights * in_support(found)
+        def arguments(statistics: TokenLogprobs) -> tuple[torch.Tensor, ...]:
+            before = statistics.logprobs.detach() if old is None else old.logprobs
+            return statistics.logprobs, before, advantages, weights * in_support(statistics)
 
-        def in_support(found: TokenLogprobs) -> torch.Tensor:
-            return found.mask if old is None else found.mask & old.mask
+        def in_support(statistics: TokenLogprobs) -> torch.Tensor:
+            return statistics.mask if old is None else statistics.mask & old.mask
 
-        def loss_of(found: TokenLogprobs) -> torch.Tensor:
-            given = arguments(found)
-            _, before, _, counted = given
+        def loss_of(statistics: TokenLogprobs) -> torch.Tensor:
+            loss_arguments = arguments(statistics)
+            _, before, _, counted = loss_arguments
             weighed = None
             if correction is not None:
                 weighed = importance_weights(before, batch.logprobs, counted > 0, correction)
-            return policy_loss(*given, **clip, correction=weighed, reference=reference, kl=settings.kl)
+            return policy_loss(*loss_arguments, **clip, correction=weighed, reference=reference, kl=settings.kl)
 
-        found = self._logprobs(self.model, batch, self.sampling, loss=loss_of, loss_terms=terms)
-        assert found.loss is not None
-        compared = batch.sampled & in_support(found)
+        statistics = self._logprobs(self.model, batch, self.sampling, loss=loss_of, loss_terms=terms)
+        assert statistics.loss is not None
+        compared = batch.sampled & in_support(statistics)
         return {
-            "loss": found.loss.item(),
-            "clipped": clipped_share(*arguments(found), **clip),
-            "outside": int((batch.sampled & ~in_support(found)).sum()),
-            "logprobs": arguments(found)[1],
+            "loss": statistics.loss.item(),
+            "clipped": clipped_share(*arguments(statistics), **clip),
+            "outside": int((batch.sampled & ~in_support(statistics)).sum()),
+            "logprobs": arguments(statistics)[1],
             "compared": compared,
-            "trainer": arguments(found)[1][compared],
+            "trainer": arguments(statistics)[1][compared],
             "engine": batch.logprobs[compared],
         }
 

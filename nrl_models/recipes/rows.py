@@ -53,34 +53,34 @@ def rows(
     """
     file = local_path(path)
     if path.endswith(".jsonl"):
-        if given := [key for key, value in (("name", name), ("split", split), ("revision", revision)) if value]:
-            advice = f"remove {', '.join(given)}: {' '.join(f'data.{key}=null' for key in given)}"
-            raise refused(path, f"is a file, which has no {', '.join(given)}", advice)
-        found: Any = list(lines_of(file))
+        if hub_keys := [key for key, value in (("name", name), ("split", split), ("revision", revision)) if value]:
+            advice = f"remove {', '.join(hub_keys)}: {' '.join(f'data.{key}=null' for key in hub_keys)}"
+            raise refused(path, f"is a file, which has no {', '.join(hub_keys)}", advice)
+        source_rows: Any = list(lines_of(file))
     elif file.is_file():
         advice = "write one JSON object per line into a file with the suffix .jsonl"
         raise refused(path, "is a file without the suffix .jsonl", advice)
     else:
-        found = data_set(str(file) if file.is_dir() else path, name, split or "train", revision)
-    if not len(found):
+        source_rows = data_set(str(file) if file.is_dir() else path, name, split or "train", revision)
+    if not len(source_rows):
         raise refused(path, "has no rows")
     if columns:
-        found = _Made(found, partial(_with_columns, path, columns))
-    return _Made(found, partial(_with_images, path, images)) if images else found
+        source_rows = _Made(source_rows, partial(_with_columns, path, columns))
+    return _Made(source_rows, partial(_with_images, path, images)) if images else source_rows
 
 
 class _Made(Sequence[Row]):
     """Rows computed from other rows on access. The first is computed immediately, to detect missing columns early."""
 
-    def __init__(self, found: Sequence[Row], make: Callable[[Row], Row]) -> None:
-        self.found, self.make = found, make
+    def __init__(self, source_rows: Sequence[Row], make: Callable[[Row], Row]) -> None:
+        self.found, self.make = source_rows, make
         self[0]
 
     def __len__(self) -> int:
         return len(self.found)
 
-    def __getitem__(self, place: Any) -> Any:
-        return self.make(self.found[place])
+    def __getitem__(self, index: Any) -> Any:
+        return self.make(self.found[index])
 
 
 def _with_columns(path: str, columns: Mapping[str, Any], row: Row) -> Row:
@@ -95,20 +95,20 @@ def _with_columns(path: str, columns: Mapping[str, Any], row: Row) -> Row:
 def _with_images(path: str, column: str, row: Row) -> Row:
     if column not in row:
         raise refused(path, f"images: {column!r} is not a column; it has {', '.join(row)}")
-    given = row[column]
+    images = row[column]
     return dict(row) | {
-        "images": [_opened(path, column, each) for each in (given if isinstance(given, list) else [given])]
+        "images": [_opened(path, column, each) for each in (images if isinstance(images, list) else [images])]
     }
 
 
-def _opened(path: str, column: str, given: Any) -> Any:
+def _opened(path: str, column: str, image_or_name: Any) -> Any:
     from PIL import Image  # not at the top: other recipes read no images
 
-    if isinstance(given, Image.Image):
-        return given.convert("RGB")
-    if not isinstance(given, str):
-        raise refused(path, f"{column} has {type(given).__name__}: expected an image, or a file's name")
-    file = Path(path).expanduser().parent / given
+    if isinstance(image_or_name, Image.Image):
+        return image_or_name.convert("RGB")
+    if not isinstance(image_or_name, str):
+        raise refused(path, f"{column} has {type(image_or_name).__name__}: expected an image, or a file's name")
+    file = Path(path).expanduser().parent / image_or_name
     try:
         with Image.open(file) as image:
             return image.convert("RGB")
@@ -116,15 +116,15 @@ def _opened(path: str, column: str, given: Any) -> Any:
         raise refused(str(file), f"cannot be read as an image: {error}") from error
 
 
-def _filled(given: Any, row: Row) -> Any:
-    if isinstance(given, Mapping):
-        return {name: _filled(value, row) for name, value in given.items()}
-    if isinstance(given, list):
-        return [_filled(value, row) for value in given]
-    if not isinstance(given, str):
-        return given
-    alone = given.removeprefix("$")
-    return row[alone] if given != alone and alone.isidentifier() else Template(given).substitute(row)
+def _filled(template: Any, row: Row) -> Any:
+    if isinstance(template, Mapping):
+        return {name: _filled(value, row) for name, value in template.items()}
+    if isinstance(template, list):
+        return [_filled(value, row) for value in template]
+    if not isinstance(template, str):
+        return template
+    alone = template.removeprefix("$")
+    return row[alone] if template != alone and alone.isidentifier() else Template(template).substitute(row)
 
 
 # Token ids
@@ -168,18 +168,18 @@ def with_template(renderer: Any, messages: Sequence[Any], **options: Any) -> Any
 def _text_parts(tokenizer: Any, text: str) -> tuple[list[int], list[int], list[int]]:
     """Return token ids of a text in three parts: prepended special tokens, the text, and appended special tokens."""
     every = list(tokenizer(text)["input_ids"])
-    own = list(tokenizer(text, add_special_tokens=False)["input_ids"])
+    text_ids = list(tokenizer(text, add_special_tokens=False)["input_ids"])
     end = tokenizer.eos_token_id
-    if own and own[-1] == end and not text.endswith(tokenizer.eos_token):
-        own.pop()  # some tokenizers always append it
-    if own and every[:2] == [tokenizer.bos_token_id, own[0]] and own[0] == tokenizer.bos_token_id:
+    if text_ids and text_ids[-1] == end and not text.endswith(tokenizer.eos_token):
+        text_ids.pop()  # some tokenizers always append it
+    if text_ids and every[:2] == [tokenizer.bos_token_id, text_ids[0]] and text_ids[0] == tokenizer.bos_token_id:
         every.pop(0)  # the text begins with BOS, as rendered chats do
-    if not own and every and text != _SOME_TEXT:
+    if not text_ids and every and text != _SOME_TEXT:
         before, *_ = _text_parts(tokenizer, _SOME_TEXT)
-        return before, own, every[len(before) :]
-    for start in range(len(every) - len(own) + 1):
-        if every[start : start + len(own)] == own:
-            return every[:start], own, every[start + len(own) :]
+        return before, text_ids, every[len(before) :]
+    for start in range(len(every) - len(text_ids) + 1):
+        if every[start : start + len(text_ids)] == text_ids:
+            return every[:start], text_ids, every[start + len(text_ids) :]
     return [], every, []
 
 
@@ -271,20 +271,20 @@ def _answered_text(tokenizer: Any, prompt: str | None, answer: str) -> tuple[lis
 
 def _answered_chat(tokenizer: Any, chat: list[Any], answers: Sequence[int]) -> tuple[list[int], list[bool]]:
     """Return token ids of a chat, and a mask of the tokens of the messages with indices `answers`."""
-    whole = list(with_template(tokenizer, chat, return_dict=False))
-    chosen = [False] * len(whole)
+    chat_ids = list(with_template(tokenizer, chat, return_dict=False))
+    chosen = [False] * len(chat_ids)
     for number in answers:
         start = prompt_ids(tokenizer, chat[:number])
         until = list(with_template(tokenizer, chat[: number + 1], return_dict=False))
         if until[: len(start)] == start:
             until = until[: _end_of_turn(tokenizer, until, len(start)) + 1]
-        if until[: len(start)] != start or whole[: len(until)] != until:
+        if until[: len(start)] != start or chat_ids[: len(until)] != until:
             raise NRLModelsError(
                 "the chat template renders a question differently once an answer follows, so training and sampling "
                 "prompts would differ: use rows with a `prompt` and a `completion` of plain text"
             )
         chosen[len(start) : len(until)] = [True] * (len(until) - len(start))
-    return whole, chosen
+    return chat_ids, chosen
 
 
 def _end_of_turn(tokenizer: Any, ids: Sequence[int], start: int) -> int:
@@ -297,10 +297,10 @@ def _end_of_turn(tokenizer: Any, ids: Sequence[int], start: int) -> int:
     special = {token for token, added in added_tokens.items() if added.special}
     special |= {*tokenizer.all_special_ids}
     special = special - {tokenizer.unk_token_id} | {tokenizer.eos_token_id}
-    for place in range(len(ids) - 1, start - 1, -1):
-        if ids[place] in special:
-            return place
-        if tokenizer.decode([ids[place]]).strip():
+    for position in range(len(ids) - 1, start - 1, -1):
+        if ids[position] in special:
+            return position
+        if tokenizer.decode([ids[position]]).strip():
             break
     raise NRLModelsError(
         "the chat template writes no end-of-turn token after an answer, so the model would not learn to stop: end the "

@@ -68,10 +68,10 @@ class SupervisedLoop:
         for start in range(0, count, self.micro_batch):
             part = batch[start : start + self.micro_batch]
             with autocast(self.model.device, self.compute):
-                of_part, found = self._loss(part, len(part) / count, answers)
+                of_part, pair_scores = self._loss(part, len(part) / count, answers)
             of_part.backward()
             loss += of_part.item()
-            scores.append(found)
+            scores.append(pair_scores)
         measured = {"loss": loss, "tokens": float(tokens)}
         measured |= clipped_update(self.model, self.optimizer, self.clip_gradient_norm)
         if isinstance(self.settings, (PreferenceLoss, RankingLoss)):
@@ -90,12 +90,12 @@ class SupervisedLoop:
         """
         if not isinstance(self.settings, (PreferenceLoss, RankingLoss)):
 
-            def cross_entropy(found: TokenLogprobs) -> torch.Tensor:
-                return -found.logprobs.sum() / max(1, answers)
+            def cross_entropy(statistics: TokenLogprobs) -> torch.Tensor:
+                return -statistics.logprobs.sum() / max(1, answers)
 
-            found = self._found(self.model, [row[0] for row in part], cross_entropy)
-            assert found.loss is not None
-            return found.loss, found.logprobs.new_zeros(2, 0)
+            statistics = self._found(self.model, [row[0] for row in part], cross_entropy)
+            assert statistics.loss is not None
+            return statistics.loss, statistics.logprobs.new_zeros(2, 0)
         sequences = [row[0] for row in part] + [row[1] for row in part]
         if isinstance(self.settings, RankingLoss):
             ids, there, _ = padded_rows(sequences, self.pad, self.model.device)
@@ -107,8 +107,8 @@ class SupervisedLoop:
                 theirs = self._found(self.reference, sequences)
             before, beta = sequence_logprobs(theirs.logprobs, theirs.mask), self.settings.beta
 
-            def preference(found: TokenLogprobs) -> torch.Tensor:
-                ours = sequence_logprobs(found.logprobs, found.mask).chunk(2)
+            def preference(statistics: TokenLogprobs) -> torch.Tensor:
+                ours = sequence_logprobs(statistics.logprobs, statistics.mask).chunk(2)
                 return dpo_loss(*ours, *before.chunk(2), beta=beta)
 
             pairs = torch.arange(len(part)).repeat(2)

@@ -109,16 +109,16 @@ def resolved(name: str) -> Any:
     parts = name.split(".")
     for size in range(len(parts) - 1, 0, -1):
         try:
-            found: Any = import_module(".".join(parts[:size]))
+            target: Any = import_module(".".join(parts[:size]))
         except ModuleNotFoundError as error:
             if error.name is not None and ".".join(parts[:size]).startswith(error.name):
                 continue
             raise
         for attribute in parts[size:]:
-            if not hasattr(found, attribute):
+            if not hasattr(target, attribute):
                 raise ImportError(f"{'.'.join(parts[:size])} has no {'.'.join(parts[size:])}")
-            found = getattr(found, attribute)
-        return found
+            target = getattr(target, attribute)
+        return target
     raise ImportError(f"there is no module {parts[0]}")
 
 
