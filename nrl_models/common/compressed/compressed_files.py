@@ -259,12 +259,12 @@ def _scheme_of(layer: str, config: QuantizationConfig) -> QuantizationScheme | s
     by_name = [scheme for name, scheme in groups.items() if any(is_target(name, target) for target in scheme.targets)]
     layer_class = "Embedding" if layer.rpartition(".")[2] in ("embed_tokens", "wte") else "Linear"
     by_class = [scheme for scheme in schemes if layer_class in scheme.targets]
-    found = by_name or by_class
-    if not found:
+    matches = by_name or by_class
+    if not matches:
         return "is quantized, and no group of quantization_config.config_groups has it as a target"
-    if any(scheme != found[0] for scheme in found):
-        return f"is a target of {len(found)} groups of quantization_config.config_groups, expected one"
-    return found[0]
+    if any(scheme != matches[0] for scheme in matches):
+        return f"is a target of {len(matches)} groups of quantization_config.config_groups, expected one"
+    return matches[0]
 
 
 def _format_of(scheme: QuantizationScheme, config: QuantizationConfig) -> str:

@@ -105,8 +105,8 @@ def freeze(model: PreTrainedModel, config: Mapping[str, bool]) -> Frozen:
         )
     parameters = list(model.parameters())
     unfrozen = {key for key, (_, frozen) in wanted.items() if not frozen}
-    kept = _built_frozen(model, unfrozen)
-    unfrozen -= {id(parameter) for parameter in kept.values()}
+    built_frozen = _built_frozen(model, unfrozen)
+    unfrozen -= {id(parameter) for parameter in built_frozen.values()}
     trains = {id(parameter): parameter.requires_grad for parameter in parameters}
     trains |= {key: key in unfrozen for key in wanted}
     if parameters and not any(trains.values()):
@@ -116,15 +116,15 @@ def freeze(model: PreTrainedModel, config: Mapping[str, bool]) -> Frozen:
             f"{type(model).__name__} has no component for {', '.join(absent)}: there is nothing of it to freeze or "
             f"to train. It has {', '.join(components)}."
         )
-    if kept:
+    if built_frozen:
         logger.warning(
-            f"{type(model).__name__} is built with {len(kept)} frozen parameters, which stay frozen: "
-            f"{listed(sorted(kept))}. To train them, set requires_grad, or the key of the configuration that freezes "
-            "them."
+            f"{type(model).__name__} is built with {len(built_frozen)} frozen parameters, which stay frozen: "
+            f"{listed(sorted(built_frozen))}. To train them, set requires_grad, or the key of the configuration that "
+            "freezes them."
         )
     for parameter in parameters:
         parameter.requires_grad_(trains[id(parameter)])
-    counts = {key: _size(own.values(), requires_grad=False) for key, own in components.items()}
+    counts = {key: _size(component.values(), requires_grad=False) for key, component in components.items()}
     trainable = _size(parameters, requires_grad=True)
     return Frozen(counts, trainable, trainable + _size(parameters, requires_grad=False), absent)
 
@@ -161,14 +161,14 @@ def freeze_unreachable(model: nn.Module, run: Callable[[], torch.Tensor]) -> dic
         The reason by name, for parameters that were not frozen before.
     """
     parameters = dict(model.named_parameters())
-    found = {
+    reasons = {
         name: reason
         for name, reason in unreachable_parameters(model, run).items()
         if name in parameters and parameters[name].requires_grad
     }
-    for name in found:
+    for name in reasons:
         parameters[name].requires_grad_(False)
-    return found
+    return reasons
 
 
 def unreachable_parameters(model: nn.Module, run: Callable[[], torch.Tensor]) -> dict[str, str]:
@@ -208,7 +208,7 @@ _UNCALLED = "belongs to a module that is never called"
 
 def _leaves(loss: torch.Tensor) -> set[int]:
     """Return the ids of the leaves of `loss`'s graph."""
-    found: set[int] = set()
+    leaf_ids: set[int] = set()
     seen: set[Any] = set()
     nodes = [loss.grad_fn]
     while nodes:
@@ -217,9 +217,9 @@ def _leaves(loss: torch.Tensor) -> set[int]:
             continue
         seen.add(node)
         if hasattr(node, "variable"):
-            found.add(id(node.variable))
+            leaf_ids.add(id(node.variable))
         nodes += [following for following, _ in node.next_functions]
-    return found
+    return leaf_ids
 
 
 def trainable_parameters(model: nn.Module) -> list[nn.Parameter]:
@@ -231,10 +231,10 @@ def trainable_parameters(model: nn.Module) -> list[nn.Parameter]:
     """
     if not isinstance(model, nn.Module):
         raise UnknownArgumentError(f"model={shown(model)}: expected a model")
-    found = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    if not found:
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if not parameters:
         raise ValueError(f"every parameter of {type(model).__name__} is frozen: there is nothing to train")
-    return found
+    return parameters
 
 
 def components_of(model: PreTrainedModel) -> dict[str, dict[str, nn.Parameter]]:
@@ -242,13 +242,15 @@ def components_of(model: PreTrainedModel) -> dict[str, dict[str, nn.Parameter]]:
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     decoder = model.get_decoder()
     towers = {modality: _towers(model, modality) for modality in ("image", "audio")}
-    in_towers = {module for found in towers.values() for tower in found for module in tower.modules()}
+    in_towers = {
+        module for modality_towers in towers.values() for tower in modality_towers for module in tower.modules()
+    }
     embeddings = [
         input_embeddings(model),
         *(module for module in decoder.modules() if isinstance(module, nn.Embedding) and module not in in_towers),
     ]
     heads = [model.get_output_embeddings(), *(getattr(model, name, None) for name in ("score", "classifier"))]
-    found = {
+    parts = {
         "freeze_vision_tower": _parameters(towers["image"], names),
         "freeze_audio_tower": _parameters(towers["audio"], names),
         "freeze_embeddings": _parameters(embeddings, names),
@@ -256,12 +258,12 @@ def components_of(model: PreTrainedModel) -> dict[str, dict[str, nn.Parameter]]:
         "freeze_lm_head": _parameters(heads, names),
     }
     # Some models are their own decoder, and have their towers and their head in it.
-    text = found["freeze_embeddings"] | _parameters([decoder], names)
-    outside = {name for key in found if key not in _WITHIN for name in found[key]} - found["freeze_embeddings"].keys()
-    found["freeze_language_model"] = {name: parameter for name, parameter in text.items() if name not in outside}
-    others = {name for own in found.values() for name in own}
-    found["freeze_projector"] = {name: parameter for name, parameter in model.named_parameters() if name not in others}
-    return {key: found[key] for key in COMPONENTS if found[key]}
+    text = parts["freeze_embeddings"] | _parameters([decoder], names)
+    outside = {name for key in parts if key not in _WITHIN for name in parts[key]} - parts["freeze_embeddings"].keys()
+    parts["freeze_language_model"] = {name: parameter for name, parameter in text.items() if name not in outside}
+    others = {name for component in parts.values() for name in component}
+    parts["freeze_projector"] = {name: parameter for name, parameter in model.named_parameters() if name not in others}
+    return {key: parts[key] for key in COMPONENTS if parts[key]}
 
 
 def _towers(model: PreTrainedModel, modality: str) -> list[nn.Module]:
@@ -281,21 +283,21 @@ def _by_key(config: Mapping[str, bool], model: str) -> dict[str, bool]:
     if not isinstance(config, Mapping):
         example = f"{{{config!r}: True}}" if config in (*COMPONENTS, *SHORT_NAMES) else '{"freeze_vision_tower": True}'
         raise UnknownArgumentError(f"config={shown(config)}: expected a dictionary, for example {example}")
-    found: dict[str, bool] = {}
+    settings: dict[str, bool] = {}
     wrong = []
-    for given, value in config.items():
-        key = SHORT_NAMES.get(given, given)
+    for name, value in config.items():
+        key = SHORT_NAMES.get(name, name)
         if key not in COMPONENTS:
-            wrong.append(given + did_you_mean(given, [*COMPONENTS, *SHORT_NAMES]))
+            wrong.append(name + did_you_mean(name, [*COMPONENTS, *SHORT_NAMES]))
         elif not isinstance(value, bool):
-            wrong.append(f"{given}={value!r} (neither True nor False)")
-        elif key in found:
-            wrong.append(f"{given} (also passed as {key})")
+            wrong.append(f"{name}={value!r} (neither True nor False)")
+        elif key in settings:
+            wrong.append(f"{name} (also passed as {key})")
         else:
-            found[key] = value
+            settings[key] = value
     if wrong:
         raise UnknownArgumentError(
             f"cannot freeze parts of {model}: {', '.join(wrong)}. Expected True or False for some of "
             f"{', '.join(COMPONENTS)}"
         )
-    return found
+    return settings

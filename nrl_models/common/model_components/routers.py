@@ -17,12 +17,12 @@ def routers_of(model: nn.Module, decoder: nn.Module) -> list[nn.Module]:
     transformers declares most routers: their output is recorded as `router_logits`. Older versions declare none for
     some models, and the complete block for others. There, a router is a sibling of the experts with a score for each.
     """
-    found = list(_beside_experts(decoder))
+    routers = list(_beside_experts(decoder))
     for module in _declared_routers(model):
         inside = set(module.modules())
-        if inside.isdisjoint(found) or module in found:
-            found.append(module)
-    chosen = set(found)
+        if inside.isdisjoint(routers) or module in routers:
+            routers.append(module)
+    chosen = set(routers)
     return [module for module in model.modules() if module in chosen]
 
 
@@ -37,7 +37,7 @@ def _declared_routers(model: nn.Module) -> Iterator[nn.Module]:
             if isinstance(target, type):
                 recorders.append((target, (getattr(recorder, "layer_name", None) or "").strip(".")))
     for name, module in model.named_modules():
-        if any(isinstance(module, of) and (not place or is_at(name, place)) for of, place in recorders):
+        if any(isinstance(module, of) and (not layer_name or is_at(name, layer_name)) for of, layer_name in recorders):
             yield module
 
 
@@ -45,16 +45,18 @@ def _beside_experts(decoder: nn.Module) -> Iterator[nn.Module]:
     for block in decoder.modules():
         counts = {child: _numbers_of_experts(child) for child in block.children()}
         numbers = set().union(*counts.values())
-        yield from (child for child, own in counts.items() if not own and numbers and _scores(child, numbers))
+        yield from (
+            child for child, child_counts in counts.items() if not child_counts and numbers and _scores(child, numbers)
+        )
 
 
 def _numbers_of_experts(module: nn.Module) -> set[int]:
     """Return the number of experts in a module with stacked experts: the first dimension of its 3D parameters."""
     if any(isinstance(owner, ConvNd) for owner in module.modules()):
         return set()
-    own = list(module.parameters(recurse=False))
-    tensors = own or list(module.parameters())
-    if not own and any(tensor.ndim != 3 for tensor in tensors):
+    direct_parameters = list(module.parameters(recurse=False))
+    tensors = direct_parameters or list(module.parameters())
+    if not direct_parameters and any(tensor.ndim != 3 for tensor in tensors):
         return set()  # a block with more than experts
     return {tensor.shape[0] for tensor in tensors if tensor.ndim == 3}
 

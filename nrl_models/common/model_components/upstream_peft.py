@@ -62,8 +62,8 @@ def have_peft_name_references() -> None:
 
     @functools.wraps(original)
     def base_model_class(self: Any, *args: Any, **kwargs: Any) -> Any:
-        found = original(self, *args, **kwargs)
-        return found.reference_class() if hasattr(found, "reference_class") else found
+        base_class = original(self, *args, **kwargs)
+        return base_class.reference_class() if hasattr(base_class, "reference_class") else base_class
 
     base_model_class.names_references = True  # type: ignore[attr-defined]
     peft_model._get_base_model_class = base_model_class

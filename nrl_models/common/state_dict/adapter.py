@@ -28,12 +28,7 @@ from nrl_models.common.state_dict.matching import match
 from nrl_models.common.state_dict.tables import Layout, LayoutTables, require_tensors
 from nrl_models.common.state_dict.ties import tied_names
 from nrl_models.common.upstream_conversions import loaded_conversions
-from nrl_models.common.views.trainer_options import (
-    check_options,
-    excluded_keys,
-    named_tensors,
-    require_whole_experts,
-)
+from nrl_models.common.views.trainer_options import check_options, excluded_keys, named_tensors, require_whole_experts
 from nrl_models.errors import Problem, ProblemKind, StateDictError, UnknownArgumentError
 
 
@@ -102,7 +97,7 @@ class StateDictAdapter(LayoutTables):
         """
         require_whole_experts(device_mesh)
         require_tensors(state_dict)
-        found = match(
+        matched = match(
             {key: TensorSpec(tuple(tensor.shape), tensor.dtype) for key, tensor in state_dict.items()},
             self.table_for(state_dict).get,
             self.own,
@@ -111,14 +106,14 @@ class StateDictAdapter(LayoutTables):
             may_miss=lambda name: not strict,
             why_unexpected=lambda key: "the model has no such tensor",
         )
-        if found.problems:
-            raise StateDictError("state dict does not fit the model", found.problems)
+        if matched.problems:
+            raise StateDictError("state dict does not fit the model", matched.problems)
         result = {
-            name: own_tensors.assemble(name, spec.shape, found.sources[name], state_dict)
+            name: own_tensors.assemble(name, spec.shape, matched.sources[name], state_dict)
             for name, spec in self.own.items()
-            if name in found.sources
+            if name in matched.sources
         }
-        return result | {name: result[kept] for name, kept in found.copies.items()}
+        return result | {name: result[tied_name] for name, tied_name in matched.copies.items()}
 
     def to_hf(
         self,
@@ -150,10 +145,10 @@ class StateDictAdapter(LayoutTables):
         require_tensors(state_dict)
         excluded = excluded_keys(exclude_key_regex)
         named = {own_name(name): tensor for name, tensor in state_dict.items()}
-        own = {name: tensor for name, tensor in named.items() if name in self.own or not excluded.match(name)}
-        self.check_own(own)
+        model_tensors = {name: tensor for name, tensor in named.items() if name in self.own or not excluded.match(name)}
+        self.check_own(model_tensors)
         table = {name: tensor for name, tensor in self.layout(layout).items() if not excluded.match(name)}
-        return own_tensors.read_all(table, own)
+        return own_tensors.read_all(table, model_tensors)
 
     def convert_single_tensor_to_hf(
         self,
@@ -212,8 +207,8 @@ class StateDictAdapter(LayoutTables):
         """
         waiting: dict[str, dict[str, torch.Tensor]] = {}
         seen: set[str] = set()
-        for given, tensor in named_tensors(tensors):
-            name = own_name(given)
+        for wrapped_name, tensor in named_tensors(tensors):
+            name = own_name(wrapped_name)
             self.check_own({name: tensor})
             if name in seen:
                 raise StateDictError("a tensor came twice", [Problem(ProblemKind.DUPLICATED, name, "came before")])
@@ -297,9 +292,9 @@ class StateDictAdapter(LayoutTables):
         exported = self.retied(inner).exported(layout)
         if (sharding := getattr(inner, "sharding", None)) is not None:
             return sharding.hf_views(inner, exported)
-        own = self.own_tensors(model)
-        own_tensors.require_values(inner, own)
-        return {name: tensor.read(own) for name, tensor in exported.items() if self.is_zero_copy(tensor)}
+        model_tensors = self.own_tensors(model)
+        own_tensors.require_values(inner, model_tensors)
+        return {name: tensor.read(model_tensors) for name, tensor in exported.items() if self.is_zero_copy(tensor)}
 
     def _export(self, model: nn.Module, max_bytes: int | None, layout: Layout) -> Iterator[tuple[str, torch.Tensor]]:
         """Implement `iter_export`."""
@@ -308,27 +303,29 @@ class StateDictAdapter(LayoutTables):
             raise UnknownArgumentError(f"max_bytes={max_bytes!r}: expected a whole number of bytes, or None")
         inner = own_tensors.model_inside(model)
         still_kept = kept_as(inner, self.kept)
-        kept = {name: still_kept[name] for name in self._kept_in(layout)}
+        kept_tensors = {name: still_kept[name] for name in self._kept_in(layout)}
         exported = own_tensors.for_engines(self.retied(inner).exported(layout), self.extra_modules)
         if (sharding := getattr(inner, "sharding", None)) is not None:
             yield from sharding.iter_export(inner, exported, max_bytes)
         else:
-            own = self.own_tensors(model)
-            own_tensors.require_values(inner, own)
-            values = self._values(inner, own)
-            is_temporary = values is not own or any(isinstance(tensor, DTensor) for tensor in own.values())
-            values = own_tensors.Gathered(values) if is_temporary else own
-            yield from exported_values(inner, exported, own, values, max_bytes, one_at_a_time=is_temporary)
+            model_tensors = self.own_tensors(model)
+            own_tensors.require_values(inner, model_tensors)
+            values = self._values(inner, model_tensors)
+            is_temporary = values is not model_tensors or any(
+                isinstance(tensor, DTensor) for tensor in model_tensors.values()
+            )
+            values = own_tensors.Gathered(values) if is_temporary else model_tensors
+            yield from exported_values(inner, exported, model_tensors, values, max_bytes, one_at_a_time=is_temporary)
         device = next((parameter.device for parameter in model.parameters()), None)
-        for name, tensor in kept.items():
+        for name, tensor in kept_tensors.items():
             yield name, tensor.read().to(device, copy=max_bytes is not None)
 
     def _kept_in(self, layout: Layout) -> dict[str, TensorSpec]:
         return self.kept if self.layout(layout) is self.hub else {}
 
-    def _values(self, model: nn.Module, own: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+    def _values(self, model: nn.Module, model_tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
         """Return the tensors to export: the model's own."""
-        return own
+        return model_tensors
 
 
 _kept: WeakKeyDictionary[nn.Module, tuple[StateDictAdapter, Any]] = WeakKeyDictionary()

@@ -20,14 +20,14 @@ ADVICE = (
 )
 
 
-def check_reads(table: Iterable[HFTensor], own: Mapping[str, torch.Tensor]) -> None:
-    """Check that Hugging Face tensors can be read from `own` without other ranks.
+def check_reads(table: Iterable[HFTensor], model_tensors: Mapping[str, torch.Tensor]) -> None:
+    """Check that Hugging Face tensors can be read from `model_tensors` without other ranks.
 
     Raises:
         ShardingError: If a tensor is a region that splits a sharded dimension, or is concatenated from several
             parameters of which one is sharded.
     """
-    sharded = {name: tensor for name, tensor in own.items() if isinstance(tensor, DTensor)}
+    sharded = {name: tensor for name, tensor in model_tensors.items() if isinstance(tensor, DTensor)}
     problems = []
     for tensor in table if sharded else ():
         for name in tensor.parameters:
@@ -38,14 +38,14 @@ def check_reads(table: Iterable[HFTensor], own: Mapping[str, torch.Tensor]) -> N
         raise ShardingError("tensors are sharded, and their views are not", problems)
 
 
-def check_writes(given: Mapping[str, torch.Tensor], names: Iterable[str], own: str) -> None:
-    """Check that own tensor `own` can be assembled from the tensors `names` without other ranks.
+def check_writes(state_dict: Mapping[str, torch.Tensor], names: Iterable[str], target_name: str) -> None:
+    """Check that own tensor `target_name` can be assembled from the tensors `names` without other ranks.
 
     Raises:
         ShardingError: If some of them are sharded.
     """
-    if sharded := [name for name in names if isinstance(given[name], DTensor)]:
-        detail = f"is sharded, and only a part of {own}"
+    if sharded := [name for name in names if isinstance(state_dict[name], DTensor)]:
+        detail = f"is sharded, and only a part of {target_name}"
         problems = [Problem(ProblemKind.MESH, name, detail, advice=ADVICE) for name in sharded]
         raise ShardingError("sharded tensors cannot be joined", problems)
 

@@ -79,20 +79,23 @@ def pool_of(model: nn.Module, device: torch.device) -> BufferPool:
 
 
 def bucket_buffers(
-    tensors: Mapping[str, HFTensor], own: Mapping[str, torch.Tensor], max_bytes: int, pool: BufferPool
+    tensors: Mapping[str, HFTensor], model_tensors: Mapping[str, torch.Tensor], max_bytes: int, pool: BufferPool
 ) -> Iterator[tuple[torch.Tensor, dict[str, torch.Tensor]]]:
     """Divide Hugging Face tensors into buckets, in order.
 
     Args:
         tensors: Tensors by name.
-        own: The model's own tensors by name, which define the dtypes.
+        model_tensors: The model's own tensors by name, which define the dtypes.
         max_bytes: Maximum size of a buffer. A larger tensor gets a separate buffer.
         pool: Allocates the buffers.
 
     Yields:
         An uninitialized byte buffer, and the tensors in it by name.
     """
-    parts = {name: _Part(own[tensor.pieces[0].view.parameter].dtype, tensor.shape) for name, tensor in tensors.items()}
+    parts = {
+        name: _Part(model_tensors[tensor.pieces[0].view.parameter].dtype, tensor.shape)
+        for name, tensor in tensors.items()
+    }
     for names in grouped(((name, part.nbytes) for name, part in parts.items()), max_bytes):
         buffer, divided = _divided(pool, [parts[name] for name in names])
         bucket = dict(zip(names, divided, strict=True))
@@ -274,7 +277,7 @@ def filled(
 def exported_values(
     model: nn.Module,
     tensors: Mapping[str, HFTensor],
-    own: Mapping[str, torch.Tensor],
+    model_tensors: Mapping[str, torch.Tensor],
     values: Mapping[str, torch.Tensor],
     max_bytes: int | None,
     *,
@@ -285,7 +288,7 @@ def exported_values(
     Args:
         model: The model, whose pool of buffers is used.
         tensors: Hugging Face tensors by name.
-        own: The model's own tensors by name, which define dtypes and device.
+        model_tensors: The model's own tensors by name, which define dtypes and device.
         values: The values by own name.
         max_bytes: Maximum size of a buffer. None yields views.
         one_at_a_time: Whether to copy each tensor when it is yielded. Merged and gathered tensors need memory until
@@ -294,9 +297,9 @@ def exported_values(
     if max_bytes is None:
         yield from ((name, tensor.read(values)) for name, tensor in tensors.items())
     elif tensors:
-        device = own[next(iter(tensors.values())).pieces[0].view.parameter].device
+        device = model_tensors[next(iter(tensors.values())).pieces[0].view.parameter].device
         ahead = 0 if one_at_a_time else CACHED_BYTES if device.type == "cpu" else None
-        for _, bucket in bucket_buffers(tensors, own, max_bytes, pool_of(model, device)):
+        for _, bucket in bucket_buffers(tensors, model_tensors, max_bytes, pool_of(model, device)):
             yield from filled(bucket, tensors, values, ahead)
 
 

@@ -63,8 +63,8 @@ def _unpickled(
 
 def kept_by(model: nn.Module, *, mtp_only: bool = False) -> Mapping[str, KeptTensor]:
     """Return the tensors that a model keeps, by the checkpoint's names and in its order."""
-    kept: Mapping[str, KeptTensor] = getattr(model, "_kept_tensors", {})
-    return {name: tensor for name, tensor in kept.items() if tensor.is_mtp} if mtp_only else kept
+    kept_tensors: Mapping[str, KeptTensor] = getattr(model, "_kept_tensors", {})
+    return {name: tensor for name, tensor in kept_tensors.items() if tensor.is_mtp} if mtp_only else kept_tensors
 
 
 def keeps_unused(model: nn.Module) -> re.Pattern[str]:
@@ -78,11 +78,11 @@ def kept_as(model: nn.Module, specs: Mapping[str, TensorSpec]) -> Mapping[str, K
     Raises:
         StateDictError: If a tensor of `specs` is missing, or differs in shape or dtype.
     """
-    kept = kept_by(model)
-    if gone := [name for name, spec in specs.items() if name not in kept or kept[name].spec != spec]:
+    kept_tensors = kept_by(model)
+    if gone := [name for name, spec in specs.items() if name not in kept_tensors or kept_tensors[name].spec != spec]:
         problems = [Problem(ProblemKind.MISSING, name, "is no longer kept by the model") for name in gone]
         raise StateDictError("the model is not the one this adapter was made for", problems)
-    return kept
+    return kept_tensors
 
 
 def keep(model: nn.Module, tensors: Mapping[str, KeptTensor]) -> None:
@@ -102,15 +102,15 @@ def kept_from(
         dtype: Dtype of dequantized tensors. Other tensors keep their stored dtype.
         is_mtp: See `KeptTensor`.
     """
-    kept = {}
+    kept_tensors = {}
     for key in keys:
         tensor = files.tensors[key]
         stored, compute = files.stored_parts(tensor)
-        own = tensor.dtype if compute is None or dtype is None else dtype
-        kept[key] = KeptTensor(TensorSpec(tensor.shape, own), stored, compute, is_mtp)
-    return kept
+        spec_dtype = tensor.dtype if compute is None or dtype is None else dtype
+        kept_tensors[key] = KeptTensor(TensorSpec(tensor.shape, spec_dtype), stored, compute, is_mtp)
+    return kept_tensors
 
 
 def kept_specs(model: nn.Module) -> dict[str, TensorSpec]:
     """Return shape and dtype of the MTP weights that a model keeps."""
-    return {name: kept.spec for name, kept in kept_by(model, mtp_only=True).items()}
+    return {name: tensor.spec for name, tensor in kept_by(model, mtp_only=True).items()}

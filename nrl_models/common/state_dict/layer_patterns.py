@@ -58,8 +58,8 @@ Table = dict[str, HFTensor]
 
 def layer_of(name: str) -> Layer | None:
     """Return the layer that a name belongs to; None if it has no number."""
-    found = _INDEX.search(name)
-    return (name[: found.start()], found.group()) if found else None
+    match = _INDEX.search(name)
+    return (name[: match.start()], match.group()) if match else None
 
 
 def convert_by_layer(
@@ -114,15 +114,15 @@ def _for_all(converted: Table, kinds: list[list[Layer]]) -> Table | None:
             return None
         blocks[layer or (f"outside {len(blocks)}", "0")] = list(group)
     stacks = [stack for stack, _ in groupby(stack for stack, _ in blocks)]
-    place = {stack: at for at, stack in enumerate(stacks)}
-    if len(place) < len(stacks):
+    positions = {stack: position for position, stack in enumerate(stacks)}
+    if len(positions) < len(stacks):
         return None
     for like in kinds:
         first, last = blocks.get(like[0], []), blocks.get(like[-1], [])
         if [_moved(tensor, like[0], like[-1]) for tensor in first] != last:
             return None
         blocks |= {layer: [_moved(tensor, like[0], layer) for tensor in first] for layer in like[1:-1]}
-    in_order = sorted(blocks, key=lambda layer: (place.get(layer[0], 0), int(layer[1])))
+    in_order = sorted(blocks, key=lambda layer: (positions.get(layer[0], 0), int(layer[1])))
     tensors = [tensor for layer in in_order for tensor in blocks[layer]]
     result = {tensor.name: tensor for tensor in tensors}
     return result if len(result) == len(tensors) else None

@@ -59,10 +59,10 @@ def own_tensors(model: nn.Module) -> dict[str, TensorSpec]:
 
 def has_own_tensors(model: nn.Module, specs: Mapping[str, TensorSpec]) -> bool:
     """Return True if `own_tensors(model)` is `specs`. Faster, because it creates no specs."""
-    tensors = without_wrappers(model).state_dict(keep_vars=True)
-    own = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, torch.Tensor)}
-    return own.keys() == specs.keys() and all(
-        tensor.shape == (spec := specs[name]).shape and tensor.dtype == spec.dtype for name, tensor in own.items()
+    state_dict = without_wrappers(model).state_dict(keep_vars=True)
+    tensors = {name: tensor for name, tensor in state_dict.items() if isinstance(tensor, torch.Tensor)}
+    return tensors.keys() == specs.keys() and all(
+        tensor.shape == (spec := specs[name]).shape and tensor.dtype == spec.dtype for name, tensor in tensors.items()
     )
 
 
@@ -73,11 +73,11 @@ def computed_weights(model: nn.Module) -> list[str]:
     """
     names = []
     for prefix, module in own_modules(model):
-        own = [*getattr(module, "parametrizations", {})] if parametrize.is_parametrized(module) else []
+        weight_names = [*getattr(module, "parametrizations", {})] if parametrize.is_parametrized(module) else []
         for hook in module._forward_pre_hooks.values():
             if type(hook).__module__.startswith("torch.nn.utils."):
-                own.append(getattr(hook, "name", None) or getattr(hook, "_tensor_name", "weight"))
-        names += [f"{prefix}.{name}" if prefix else name for name in own]
+                weight_names.append(getattr(hook, "name", None) or getattr(hook, "_tensor_name", "weight"))
+        names += [f"{prefix}.{name}" if prefix else name for name in weight_names]
     return names
 
 
@@ -148,8 +148,8 @@ class LoadedNames:
         def key_of(name: str) -> str:
             if name in self.quantized or "." not in name:
                 return self.quantized.get(name, name)
-            whole, _, part = name.rpartition(".")
-            return f"{key_of(whole)}.{part}"
+            prefix, _, part = name.rpartition(".")
+            return f"{key_of(prefix)}.{part}"
 
         return {key_of(name): tensor for name, tensor in tensors.items()}
 

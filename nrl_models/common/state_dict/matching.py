@@ -38,21 +38,21 @@ class Match:
 
 
 def match(
-    given: Mapping[str, TensorSpec | StoredTensor],
+    tensors: Mapping[str, TensorSpec | StoredTensor],
     find: Callable[[str], HFTensor | None],
-    own: Mapping[str, TensorSpec],
+    model_specs: Mapping[str, TensorSpec],
     absent: Callable[[str, Collection[HFTensor]], list[str]],
     tied: Mapping[str, str],
     *,
     may_miss: Callable[[str], bool] = lambda name: False,
     why_unexpected: Callable[[str], str | None],
 ) -> Match:
-    """Match `given` tensors to the model's `own`.
+    """Match `tensors` to the model's own, which `model_specs` describes.
 
     Args:
-        given: Tensors of the checkpoint or state dict, by key.
+        tensors: Tensors of the checkpoint or state dict, by key.
         find: Returns the Hugging Face tensor for a key, or None.
-        own: The model's own tensors.
+        model_specs: The model's own tensors.
         absent: Returns names of the missing parts of an own tensor if only some Hugging Face tensors exist. Used in
             messages.
         tied: For each tied own name, the own name with the same storage.
@@ -61,7 +61,7 @@ def match(
     """
     result = Match()
     misfits: set[str] = set()  # own tensors with an invalid source, which are not also reported as missing
-    for key, tensor in given.items():
+    for key, tensor in tensors.items():
         target = find(key)
         if target is None:
             if (why := why_unexpected(key)) is not None:
@@ -75,10 +75,10 @@ def match(
                 result.sources[parameter].append((key, target))
     for name, sources in result.sources.items():
         if name not in misfits:
-            result.problems += _coverage(name, own[name], sources, given, absent)
+            result.problems += _coverage(name, model_specs[name], sources, tensors, absent)
     _resolve_ties(result, tied)
     misfits = with_ties(misfits, tied)
-    for name in own:
+    for name in model_specs:
         if name not in result.sources and name not in result.copies and name not in misfits:
             result.missing.append(name)
             if not may_miss(name):
@@ -90,36 +90,38 @@ def _coverage(
     name: str,
     spec: TensorSpec,
     sources: list[tuple[str, HFTensor]],
-    given: Mapping[str, TensorSpec | StoredTensor],
+    tensors: Mapping[str, TensorSpec | StoredTensor],
     absent: Callable[[str, Collection[HFTensor]], list[str]],
 ) -> list[Problem]:
     """Return problems with the sources of an own tensor, which must fill it exactly once, in one dtype."""
     keys = [key for key, _ in sources]
     views = [piece.view for _, target in sources for piece in target.pieces if piece.view.parameter == name]
-    places = [view.place_in(spec.shape) for view in views]
-    filled, wanted = sum(math.prod(place.shape) for place in places), math.prod(spec.shape)
-    files = sorted({file for key in keys if (file := getattr(given[key], "file", None))})
+    regions = [view.place_in(spec.shape) for view in views]
+    filled, wanted = sum(math.prod(region.shape) for region in regions), math.prod(spec.shape)
+    files = sorted({file for key in keys if (file := getattr(tensors[key], "file", None))})
     file = ", ".join(files) or None
-    if filled > wanted or (wanted and _overlap(views, places)):  # an empty tensor cannot be filled twice
+    if filled > wanted or (wanted and _overlap(views, regions)):  # an empty tensor cannot be filled twice
         return [Problem(ProblemKind.DUPLICATED, listed(keys, limit=8), f"fill {name} more than once", file)]
     if filled < wanted:
         missing = listed(absent(name, [target for _, target in sources]), limit=8)
         detail = f"fill only a part of {name}; {missing} not found"
         return [Problem(ProblemKind.PARTIAL, listed(keys, limit=8), detail, file)]
-    dtypes = {given[key].dtype for key in keys}
+    dtypes = {tensors[key].dtype for key in keys}
     if len(dtypes) > 1 and not all(is_wide_float(dtype) for dtype in dtypes):
-        found = listed(sorted(map(str, dtypes)), limit=8)
-        return [Problem(ProblemKind.DTYPE, listed(keys, limit=8), f"cannot be one tensor: they are {found}", file)]
+        dtype_names = listed(sorted(map(str, dtypes)), limit=8)
+        return [
+            Problem(ProblemKind.DTYPE, listed(keys, limit=8), f"cannot be one tensor: they are {dtype_names}", file)
+        ]
     return []
 
 
-def _overlap(views: Sequence[View], places: Sequence[Place]) -> bool:
+def _overlap(views: Sequence[View], regions: Sequence[Place]) -> bool:
     """Return True if two views fill the same elements: overlapping contiguous regions, or equal regions."""
     if len(views) == 1:
         return False
     if len({view.steps for view in views}) < len(views):
         return True
-    runs = sorted((place.offset, place.offset + math.prod(place.shape)) for place in places if place.is_block)
+    runs = sorted((region.offset, region.offset + math.prod(region.shape)) for region in regions if region.is_block)
     return any(end > start for (_, end), (start, _) in pairwise(runs))
 
 
@@ -130,18 +132,18 @@ def is_wide_float(dtype: torch.dtype) -> bool:
 
 def with_ties(names: Collection[str], tied: Mapping[str, str]) -> set[str]:
     """Return `names`, and the names of own tensors that are tied to one of them."""
-    kept = {tied.get(name, name) for name in names}
-    return kept.union(names, (name for name, other in tied.items() if other in kept))
+    saved_names = {tied.get(name, name) for name in names}
+    return saved_names.union(names, (name for name, other in tied.items() if other in saved_names))
 
 
 def _resolve_ties(result: Match, tied: Mapping[str, str]) -> None:
     """Accept a tied tensor under each of its names."""
     groups: dict[str, list[str]] = defaultdict(list)
-    for name, kept in tied.items():
-        groups[kept].append(name)
-    for kept, names in groups.items():
-        present = [name for name in (kept, *names) if name in result.sources]
+    for name, saved_name in tied.items():
+        groups[saved_name].append(name)
+    for saved_name, names in groups.items():
+        present = [name for name in (saved_name, *names) if name in result.sources]
         if present:
-            for name in (kept, *names):
+            for name in (saved_name, *names):
                 if name not in result.sources:
                     result.copies[name] = present[0]

@@ -51,8 +51,8 @@ def export_adapter(model: nn.Module) -> StateDictAdapter:
     """
     inner = own_tensors.model_inside(model)
     if not any(peft_modules(inner)) and not own_tensors.parameters_outside(model, inner) and not _foreign(inner):
-        own: Any = getattr(inner, "state_dict_adapter", None)
-        return own or adapter_of(inner)
+        adapter: Any = getattr(inner, "state_dict_adapter", None)
+        return adapter or adapter_of(inner)
     return MergedAdapter(model)
 
 
@@ -107,15 +107,15 @@ class MergedAdapter(StateDictAdapter):
             raise StateDictError("the adapters cannot be merged into what is exported", problems)
         yield from self._export(innermost(model), max_bytes, layout)
 
-    def _values(self, model: nn.Module, own: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-        return _Merged(model, own)
+    def _values(self, model: nn.Module, model_tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+        return _Merged(model, model_tensors)
 
 
 class _Merged(Mapping[str, torch.Tensor]):
     """The model's tensors by name without adapters, merged when they are read. The last module's tensors are cached."""
 
-    def __init__(self, model: nn.Module, own: Mapping[str, torch.Tensor]) -> None:
-        self._own = own
+    def __init__(self, model: nn.Module, model_tensors: Mapping[str, torch.Tensor]) -> None:
+        self._own = model_tensors
         self._wrappers = dict(peft_modules(model))
         self._last: tuple[str, dict[str, torch.Tensor]] = "", {}
 
@@ -152,7 +152,7 @@ def merged_weights(name: str, wrapper: Any) -> dict[str, torch.Tensor]:
     except _FAILURES as error:
         problem = Problem(ProblemKind.UNEXPECTED, name, f"has an adapter that PEFT does not merge: {error}")
         raise StateDictError("the adapters cannot be merged into what is exported", [problem]) from error
-    return {f"{name}.{own}": tensor for own, tensor in base.state_dict().items()}
+    return {f"{name}.{key}": tensor for key, tensor in base.state_dict().items()}
 
 
 _FAILURES = (AttributeError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError)
@@ -209,7 +209,7 @@ def _unmergeable(wrappers: Iterable[tuple[str, Any]]) -> list[Problem]:
     for name, wrapper in wrappers:
         if failures := list(_merge_failures(name, wrapper)):
             problems += failures
-        elif nested := [(f"{name}.{own}", inside) for own, inside in peft_modules(innermost(wrapper))]:
+        elif nested := [(f"{name}.{child_name}", inside) for child_name, inside in peft_modules(innermost(wrapper))]:
             problems += _unmergeable(nested)
         elif _runs_several(wrapper):
             if (structure := _structure(wrapper)) not in compared:
@@ -314,13 +314,13 @@ def _merged_ties(model: nn.Module, tied: Mapping[str, str]) -> tuple[dict[str, s
         return None if wrapper is None else {part.untyped_storage().data_ptr() for part in wrapper.parameters()}
 
     ties, problems = {}, []
-    for name, kept in tied.items():
-        first, second = memory_of_adapter_on(name), memory_of_adapter_on(kept)
+    for name, saved_name in tied.items():
+        first, second = memory_of_adapter_on(name), memory_of_adapter_on(saved_name)
         if (first is None) != (second is None):
-            detail = f"is tied to {kept}, and only one of them has an adapter: they differ when it is merged"
+            detail = f"is tied to {saved_name}, and only one of them has an adapter: they differ when it is merged"
             problems.append(Problem(ProblemKind.TIED, name, detail, advice=_TIED_ADVICE))
         elif first == second:
-            ties[name] = kept
+            ties[name] = saved_name
     return ties, problems
 
 
@@ -328,22 +328,22 @@ def _unreached(name: str, wrapper: Any) -> Iterator[Problem]:
     """Yield a problem for each tensor of a wrapper that affects no merged weight, or cannot be merged."""
     base = {id(part) for part in innermost(wrapper).parameters()}
     known = {*wrapper.active_adapters, *_adapters_of(wrapper)}.union(*map(_adapters_of, _tuners(wrapper)))
-    for own, part in wrapper.named_parameters():
+    for parameter_name, part in wrapper.named_parameters():
         if id(part) in base:
             if not part.is_floating_point():
                 detail = f"is quantized ({part.dtype}), under an adapter"
-                yield Problem(ProblemKind.DTYPE, f"{name}.{own}", detail, advice=_PLAIN_ADVICE)
-        elif "original_module" not in own.split(".") and known.isdisjoint(own.split(".")):
-            yield Problem(ProblemKind.UNEXPECTED, f"{name}.{own}", "reaches no weight of the model")
+                yield Problem(ProblemKind.DTYPE, f"{name}.{parameter_name}", detail, advice=_PLAIN_ADVICE)
+        elif "original_module" not in parameter_name.split(".") and known.isdisjoint(parameter_name.split(".")):
+            yield Problem(ProblemKind.UNEXPECTED, f"{name}.{parameter_name}", "reaches no weight of the model")
 
 
 def _adapters_of(wrapper: Any) -> set[str]:
     """Return the names of a wrapper's adapters, active or not."""
-    found: set[str] = set()
+    names: set[str] = set()
     for layer in getattr(wrapper, "adapter_layer_names", ()):
         holder: Any = wrapper
         for part in layer.split("."):
             holder = getattr(holder, part, None)
         if isinstance(holder, (nn.ModuleDict, nn.ParameterDict)):
-            found |= set(holder.keys())
-    return found
+            names |= set(holder.keys())
+    return names

@@ -74,8 +74,8 @@ class MTPParts:
             before = "mtp.pre_fc_norm_"
             return cls("mtp.layers.0.", f"{before}embedding", f"{before}hidden", "mtp.fc", "mtp.norm")
         layer = f"model.layers.{number}."
-        own = ("enorm", "hnorm", "eh_proj", "shared_head.norm", "embed_tokens", "shared_head.head")
-        return cls(layer, *(layer + name for name in own))
+        names = ("enorm", "hnorm", "eh_proj", "shared_head.norm", "embed_tokens", "shared_head.head")
+        return cls(layer, *(layer + name for name in names))
 
     @property
     def others(self) -> list[str]:
@@ -113,8 +113,8 @@ class MTPNames:
         """Patterns of MTP weights with numbers after the decoder's, each with the name of the containing model."""
         if self.first < 0:
             return []
-        found = [(inside, _NUMBERED.fullmatch(pattern)) for inside, pattern in self._upstream if "mtp" not in pattern]
-        return [(inside, re.compile(rf"{match['layers']}(?P<number>\d+)\.")) for inside, match in found if match]
+        matches = [(inside, _NUMBERED.fullmatch(pattern)) for inside, pattern in self._upstream if "mtp" not in pattern]
+        return [(inside, re.compile(rf"{match['layers']}(?P<number>\d+)\.")) for inside, match in matches if match]
 
     @cached_property
     def _upstream(self) -> list[tuple[str, str]]:
@@ -122,8 +122,10 @@ class MTPNames:
         for name, module in self._model.named_modules():
             if isinstance(module, PreTrainedModel):
                 patterns = dict.fromkeys(module._keys_to_ignore_on_load_unexpected or ())
-                if found := [(f"{name}." if name else "", pattern) for pattern in patterns if self.is_pattern(pattern)]:
-                    return found
+                if mtp_patterns := [
+                    (f"{name}." if name else "", pattern) for pattern in patterns if self.is_pattern(pattern)
+                ]:
+                    return mtp_patterns
         return []
 
     @property
@@ -145,9 +147,9 @@ class MTPNames:
         joints = {self._number(key) for key in unknown if key.endswith(f".{JOINT}")}
         return [key for key in unknown if self._has_prefix(key) or (self._number(key) or -1) in joints]
 
-    def incomplete(self, found: Collection[str]) -> list[Problem]:
+    def incomplete(self, keys: Collection[str]) -> list[Problem]:
         """Return a problem if a checkpoint has some but not all of the MTP layers in the configuration."""
-        numbers = {int(match[1]) for key in found if (match := re.search(r"\.(\d+)\.", key))}
+        numbers = {int(match[1]) for key in keys if (match := re.search(r"\.(\d+)\.", key))}
         if not numbers or len(numbers) >= self.announced:
             return []
         there = ", ".join(map(str, sorted(numbers)))

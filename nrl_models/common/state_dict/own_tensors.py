@@ -106,17 +106,17 @@ def is_inside_fsdp1(model: nn.Module) -> bool:
     return any(getattr(part, FLATTENED, False) and id(part) not in gathered for part in model.parameters())
 
 
-def read_all(table: Mapping[str, HFTensor], own: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def read_all(table: Mapping[str, HFTensor], tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return the tensors of a table whose own tensors exist, as views if possible.
 
     Raises:
         ShardingError: If own tensors are sharded, and this rank does not hold a complete Hugging Face tensor.
     """
     wanted = {
-        name: tensor for name, tensor in table.items() if all(parameter in own for parameter in tensor.parameters)
+        name: tensor for name, tensor in table.items() if all(parameter in tensors for parameter in tensor.parameters)
     }
-    check_reads(wanted.values(), own)
-    return {name: tensor.read(own) for name, tensor in wanted.items()}
+    check_reads(wanted.values(), tensors)
+    return {name: tensor.read(tensors) for name, tensor in wanted.items()}
 
 
 def assemble(
@@ -138,10 +138,10 @@ def assemble(
         return state_dict[first]
     check_writes(state_dict, [key for key, _ in sources], name)
     dtype = widest(state_dict[key].dtype for key, _ in sources)
-    own = state_dict[first].new_empty(shape, dtype=dtype)
+    assembled = state_dict[first].new_empty(shape, dtype=dtype)
     for key, target in sources:
-        target.write_into(name, own, state_dict[key])
-    return own
+        target.write_into(name, assembled, state_dict[key])
+    return assembled
 
 
 TO_ENGINE = (
@@ -171,21 +171,21 @@ def require_no_peft(has_peft: bool, advice: Sequence[str] = TO_ENGINE) -> None:
         raise StateDictError(f"the {verb} weights would lack the adapters", [problem], advice)
 
 
-def require_values(model: nn.Module, own: Mapping[str, torch.Tensor]) -> None:
+def require_values(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
     """Raise if weights of a model are quantized, complex, or on meta: offloaded, or never loaded.
 
     Args:
         model: The model.
-        own: Its own tensors.
+        tensors: Its own tensors.
     """
     require_unquantized(quantized_weights(model, stored_formats(model)))
-    require_real(model, own)
-    require_in_memory(own)
+    require_real(model, tensors)
+    require_in_memory(tensors)
 
 
-def require_real(model: nn.Module, own: Mapping[str, Any], action: str = "exported") -> None:
+def require_real(model: nn.Module, tensors: Mapping[str, Any], action: str = "exported") -> None:
     """Raise if own tensors are complex where the class has floats: loading would drop imaginary parts. Lists all."""
-    if not (dtypes := {name: tensor.dtype for name, tensor in own.items() if tensor.dtype.is_complex}):
+    if not (dtypes := {name: tensor.dtype for name, tensor in tensors.items() if tensor.dtype.is_complex}):
         return
     built = as_built(without_wrappers(model, peft=True), torch.float32).state_dict()
     if problems := [
@@ -197,9 +197,11 @@ def require_real(model: nn.Module, own: Mapping[str, Any], action: str = "export
         raise StateDictError(f"complex weights cannot be {action}", problems, [advice])
 
 
-def require_in_memory(own: Mapping[str, torch.Tensor]) -> None:
+def require_in_memory(tensors: Mapping[str, torch.Tensor]) -> None:
     """Raise if tensors are on meta, which has no values."""
-    if problems := [Problem(ProblemKind.MISSING, name, "is on meta") for name, tensor in own.items() if tensor.is_meta]:
+    if problems := [
+        Problem(ProblemKind.MISSING, name, "is on meta") for name, tensor in tensors.items() if tensor.is_meta
+    ]:
         advice = [
             "load the model without offloading (device_map), or save it with save_pretrained and load the copy",
             "from_config(device='meta') gives shapes only: load a checkpoint with from_pretrained",
@@ -231,22 +233,22 @@ _EXPORT_ADVICE = "export a model that is loaded without quantization, or start t
 
 def stored_formats(model: nn.Module) -> StoredFormats:
     """Return the weights that are not stored as plain floats. Cheap, because adapters call it to detect changes."""
-    found = StoredFormats({}, {}, {})
+    formats = StoredFormats({}, {}, {})
     for prefix, module in own_modules(model, duplicates=True):
         dot = f"{prefix}." if prefix else ""
         if type(module).__module__.startswith("torch.ao.nn.") and hasattr(module, "_packed_params"):
-            found.opaque[f"{dot}weight"] = f"{type(module).__module__}.{type(module).__qualname__}"
+            formats.opaque[f"{dot}weight"] = f"{type(module).__module__}.{type(module).__qualname__}"
         holds_weight = bool(module._modules) or "weight" in module._parameters
         for name, tensor in (*module._parameters.items(), *(() if holds_weight else module._buffers.items())):
             if tensor is None:
                 continue
             if is_traceable_wrapper_subclass(tensor) and not isinstance(tensor, DTensor):
-                found.opaque[dot + name] = type(tensor).__name__
+                formats.opaque[dot + name] = type(tensor).__name__
             elif getattr(tensor, "bnb_quantized", False):
-                found.bitsandbytes[dot + name] = f"{type(tensor).__name__} of {tensor.dtype}"
+                formats.bitsandbytes[dot + name] = f"{type(tensor).__name__} of {tensor.dtype}"
             elif not tensor.is_complex() and (not tensor.is_floating_point() or tensor.itemsize == 1):
-                found.narrow[dot + name] = f"{type(tensor).__name__} of {tensor.dtype}"
-    return found
+                formats.narrow[dot + name] = f"{type(tensor).__name__} of {tensor.dtype}"
+    return formats
 
 
 def quantized_weights(model: nn.Module, stored: StoredFormats) -> dict[str, str]:

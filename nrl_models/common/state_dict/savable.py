@@ -91,9 +91,9 @@ def require_unsharded_adapters(model: nn.Module) -> None:
         StateDictError: If one is.
     """
     sharded = [
-        f"{name}.{own}"
+        f"{name}.{parameter_name}"
         for name, wrapper in peft_modules(model)
-        for own, parameter in wrapper.named_parameters()
+        for parameter_name, parameter in wrapper.named_parameters()
         if isinstance(parameter, DTensor)
     ]
     if not sharded:
@@ -182,20 +182,20 @@ def _in_first_layer(name: str) -> Iterator[str]:
 
 def _mtp_problems(model: PreTrainedModel) -> list[Problem]:
     """Return problems of kept MTP weights that do not belong to the model's layers and embeddings."""
-    kept = kept_by(model, mtp_only=True)
-    if not kept:
+    mtp_tensors = kept_by(model, mtp_only=True)
+    if not mtp_tensors:
         return []
     names = MTPNames(model)
-    found = set(names.among(kept))
+    recognized = set(names.among(mtp_tensors))
     problems = [
         Problem(ProblemKind.UNEXPECTED, name, f"is not of MTP layer {names.first} or one of those after it")
-        for name in kept
-        if name not in found
+        for name in mtp_tensors
+        if name not in recognized
     ]
     embeddings = input_embeddings(without_wrappers(model)).weight.shape
     return problems + [
         Problem(ProblemKind.SHAPE, name, f"has {tuple(shape)}, and the embeddings that it copies {tuple(embeddings)}")
-        for name, tensor in kept.items()
+        for name, tensor in mtp_tensors.items()
         if name.endswith(MTP_COPIES) and (shape := tensor.spec.shape) != embeddings
     ]
 
@@ -216,11 +216,11 @@ def check_ties(
     if getattr(model, "stages", None) is not None or is_flattened(model):
         return  # shared parameters of stages are kept equal, in the memory of several ranks
     declared = declared_ties(model)
-    apart = {name: kept for name, kept in declared.items() if name not in adapter.tied}
+    apart = {name: saved_name for name, saved_name in declared.items() if name not in adapter.tied}
     apart |= {
-        name: kept
-        for name, kept in adapter.tied.items()
-        if name in values and not have_same_values(values[name], values[kept])
+        name: saved_name
+        for name, saved_name in adapter.tied.items()
+        if name in values and not have_same_values(values[name], values[saved_name])
     }
     problems = _apart(apart)
     plain = without_wrappers(model)
@@ -233,17 +233,23 @@ def check_ties(
         _refuse(model, problems, apart)
 
 
-def check_given_ties(model: PreTrainedModel, given: Mapping[str, torch.Tensor]) -> None:
+def check_given_ties(model: PreTrainedModel, state_dict: Mapping[str, torch.Tensor]) -> None:
     """Check that passed tensors have equal values if the configuration ties them."""
-    ties = {name: kept for name, kept in declared_ties(model).items() if {name, kept} <= given.keys()}
-    if apart := {name: kept for name, kept in ties.items() if not have_same_values(given[name], given[kept])}:
+    ties = {
+        name: saved_name for name, saved_name in declared_ties(model).items() if {name, saved_name} <= state_dict.keys()
+    }
+    if apart := {
+        name: saved_name
+        for name, saved_name in ties.items()
+        if not have_same_values(state_dict[name], state_dict[saved_name])
+    }:
         _refuse(model, _apart(apart), apart)
 
 
 def _apart(ties: Mapping[str, str]) -> list[Problem]:
     return [
-        Problem(ProblemKind.TIED, name, f"is not the same tensor as {kept}, but the configuration ties them")
-        for name, kept in ties.items()
+        Problem(ProblemKind.TIED, name, f"is not the same tensor as {saved_name}, but the configuration ties them")
+        for name, saved_name in ties.items()
     ]
 
 

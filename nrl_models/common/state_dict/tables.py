@@ -94,11 +94,11 @@ class LayoutTables:
 
     def with_dtypes(self, dtypes: Mapping[str, torch.dtype]) -> Self:
         """Return the same tables with other dtypes of own tensors, all or some."""
-        own = {name: TensorSpec(spec.shape, dtypes.get(name, spec.dtype)) for name, spec in self.own.items()}
-        if own == self.own:
+        specs = {name: TensorSpec(spec.shape, dtypes.get(name, spec.dtype)) for name, spec in self.own.items()}
+        if specs == self.own:
             return self
         changed = copy.copy(self)
-        changed.own = own
+        changed.own = specs
         return changed
 
     def tensors_in(self, name: str, layout: Layout) -> list[HFTensor]:
@@ -158,10 +158,10 @@ class LayoutTables:
         count = Counter(names.values())
         return {new: self.hub[name] for name, new in names.items() if count[new] == 1}
 
-    def absent(self, name: str, given: Collection[HFTensor]) -> list[str]:
-        """Return names of missing parts of own tensor `name` if only `given` exist, in the layout of `given`."""
-        layout: Layout = "transformers" if all(tensor.name in self.transformers for tensor in given) else "hub"
-        there = {tensor.pieces for tensor in given}  # names of one region differ between layouts
+    def absent(self, name: str, tensors: Collection[HFTensor]) -> list[str]:
+        """Return names of missing parts of own tensor `name` if only `tensors` exist, in the layout of `tensors`."""
+        layout: Layout = "transformers" if all(tensor.name in self.transformers for tensor in tensors) else "hub"
+        there = {tensor.pieces for tensor in tensors}  # names of one region differ between layouts
         return [tensor.name for tensor in self.tensors_in(name, layout) if tensor.pieces not in there]
 
     def own_tensors(self, model: nn.Module) -> dict[str, torch.Tensor]:
@@ -170,15 +170,15 @@ class LayoutTables:
         Raises:
             StateDictError: If the model does not match this adapter.
         """
-        own = own_state_dict(model)
-        gone = [name for name in self.own if name not in own]
+        tensors = own_state_dict(model)
+        gone = [name for name in self.own if name not in tensors]
         problems = [Problem(ProblemKind.MISSING, name, "is no longer in the model") for name in gone]
-        if problems := problems + self.other_shapes(own):
+        if problems := problems + self.other_shapes(tensors):
             advice = ["use model.state_dict_adapter again: it is remade when the structure has changed"]
             if is_flattened(model):
                 advice = ["FSDP1 flattened these parameters: pass the FullyShardedDataParallel module that has them"]
             raise StateDictError("the model is not the one this adapter was made for", problems, advice)
-        return own
+        return tensors
 
     def check_own(self, state_dict: Mapping[str, torch.Tensor], advice: Sequence[str] = ()) -> None:
         """Check that tensors are the model's own, all or some.

@@ -42,7 +42,7 @@ def _declared_ties(plain: nn.Module, names: Set[str]) -> dict[str, str]:
         ties = plain.get_expanded_tied_weights_keys(all_submodels=True)
     except ValueError:  # pattern of removed tensors: the other tensors were tied when the model was built
         ties = plain.all_tied_weights_keys
-    return {name: kept for name, kept in ties.items() if {name, kept} <= names}
+    return {name: saved_name for name, saved_name in ties.items() if {name, saved_name} <= names}
 
 
 def tied_names(model: nn.Module) -> dict[str, str]:
@@ -55,9 +55,9 @@ def tied_names(model: nn.Module) -> dict[str, str]:
     if not _may_share_memory(tensors.values()):  # much faster than expanding the configuration's patterns
         return {}
     return {
-        name: kept
-        for name, kept in _declared_ties(without_wrappers(model), tensors.keys()).items()
-        if tensors[name].is_meta or tensors[kept].is_meta or are_one_memory(tensors[name], tensors[kept])
+        name: saved_name
+        for name, saved_name in _declared_ties(without_wrappers(model), tensors.keys()).items()
+        if tensors[name].is_meta or tensors[saved_name].is_meta or are_one_memory(tensors[name], tensors[saved_name])
     }
 
 
@@ -114,8 +114,10 @@ def with_separate_ties(model: PreTrainedModel, tensors: dict[str, torch.Tensor])
         written = remove_tied_weights_from_state_dict(dict(tensors), model)
     except RuntimeError as error:
         problems = [
-            Problem(ProblemKind.TIED, name, f"is the same tensor as {kept}, and the configuration does not tie them")
-            for kept, *others in shared
+            Problem(
+                ProblemKind.TIED, name, f"is the same tensor as {first_name}, and the configuration does not tie them"
+            )
+            for first_name, *others in shared
             for name in others
         ]
         advice = (
@@ -167,10 +169,10 @@ def as_keywords(keys: Iterable[str], value: bool) -> str:
     keywords = []
     for key in keys:
         *parts, last = key.split(".")
-        given = str(value)
+        text = str(value)
         for part in reversed([*parts[1:], last] if parts else []):
-            given = f'{{"{part}": {given}}}'
-        keywords.append(f"{parts[0] if parts else last}={given}")
+            text = f'{{"{part}": {text}}}'
+        keywords.append(f"{parts[0] if parts else last}={text}")
     return ", ".join(keywords)
 
 

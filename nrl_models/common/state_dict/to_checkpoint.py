@@ -100,11 +100,11 @@ def to_checkpoint(
         require_in_memory(state_dict)
         check_given_ties(model, state_dict)
         # For a tied tensor, either name is sufficient.
-        tied = {kept: state_dict[name] for name, kept in adapter.tied.items() if name in state_dict}
+        tied = {saved_name: state_dict[name] for name, saved_name in adapter.tied.items() if name in state_dict}
         state_dict = {**tied, **state_dict}
     require_wide_weights(model, adapter, state_dict)
     table = checkpoint_layout(model, adapter, original_format=original_format)
-    tensors = read_all(table, state_dict) | {name: kept.read() for name, kept in kept_by(model).items()}
+    tensors = read_all(table, state_dict) | {name: kept_tensor.read() for name, kept_tensor in kept_by(model).items()}
     # transformers and safetensors treat tensors that share a storage as tied; experts of one stack are not tied.
     tensors = {name: own_storage(tensor) for name, tensor in tensors.items()}
     return with_separate_ties(model, tensors)
@@ -144,7 +144,7 @@ def quantizer_returns(
             twin = copy.copy(model)
             set_loaded_conversions(twin, conversions_to_revert(model))
             tensors = loaded_names(model).saved_quantized(revert_weight_conversion(twin, tensors))
-        tensors |= {name: kept.read() for name, kept in kept_by(model).items()}
+        tensors |= {name: kept_tensor.read() for name, kept_tensor in kept_by(model).items()}
         return {name: own_storage(tensor) for name, tensor in tensors.items()}, metadata
 
     quantizer.get_state_dict_and_metadata = tensors_and_metadata
@@ -185,12 +185,12 @@ def checkpoint_layout(
 
 def _require_all(tensors: Mapping[str, HFTensor], converted: Mapping[str, HFTensor]) -> None:
     """Check that a conversion keeps all tensors. transformers 5.5 loses some when it reverts a `key_mapping`."""
-    kept = {parameter for tensor in converted.values() for parameter in tensor.parameters}
+    converted_parameters = {parameter for tensor in converted.values() for parameter in tensor.parameters}
     detail = "transformers gives it the name of another tensor"
     if lost := [
         Problem(ProblemKind.DUPLICATED, name, detail)
         for name, tensor in tensors.items()
-        if not kept.issuperset(tensor.parameters)
+        if not converted_parameters.issuperset(tensor.parameters)
     ]:
         advice = "pass save_original_format=False, or upgrade transformers"
         raise StateDictError("the saved checkpoint would lack tensors", lost, [advice])
@@ -201,15 +201,17 @@ def _values(model: PreTrainedModel, adapter: StateDictAdapter) -> dict[str, torc
     return _fetched(model, dict(Gathered(adapter.own_tensors(model))))
 
 
-def _fetched(model: PreTrainedModel, own: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def _fetched(model: PreTrainedModel, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return the tensors of a model with values in place of those that accelerate has offloaded."""
     if any("_hf_hook" in vars(module) and has_offloaded_params(module) for module in model.modules()):
         fetched = get_state_dict_offloaded_model(model)
-        own = {name: fetched.get(name, tensor) if tensor.is_meta else tensor for name, tensor in own.items()}
-    if problems := [Problem(ProblemKind.MISSING, name, "is on meta") for name, tensor in own.items() if tensor.is_meta]:
+        tensors = {name: fetched.get(name, tensor) if tensor.is_meta else tensor for name, tensor in tensors.items()}
+    if problems := [
+        Problem(ProblemKind.MISSING, name, "is on meta") for name, tensor in tensors.items() if tensor.is_meta
+    ]:
         raise CheckpointError(
             f"{type(model).__name__} has tensors without values",
             problems,
             ["load a checkpoint into it: from_config(device='meta') gives shapes only"],
         )
-    return own
+    return tensors

@@ -56,8 +56,8 @@ class _SplitParts(ConversionOps):
         target_patterns: list[str],
         **kwargs: Any,
     ) -> dict[str, Any]:
-        (given,) = input_dict.values()
-        tensor: torch.Tensor = given[0] if isinstance(given, list) else given
+        (source,) = input_dict.values()
+        tensor: torch.Tensor = source[0] if isinstance(source, list) else source
         sizes = list(self.sizes(kwargs["config"].get_text_config()))
         rest = tensor.shape[self.dim] - sum(size for size in sizes if size is not None)
         parts = tensor.split([rest if size is None else size for size in sizes], self.dim)
@@ -72,8 +72,8 @@ def register_part_sizes(parts: Mapping[str, PartSizes]) -> bool:
             concatenated tensor in memory.
     """
     is_needed = False
-    for place, sizes in parts.items():
-        key, _, target = place.partition(": ")
+    for key_and_target, sizes in parts.items():
+        key, _, target = key_and_target.partition(": ")
         conversions = get_checkpoint_conversion_mapping(key) or ()
         corrected = [_corrected(conversion, target, sizes) for conversion in conversions]
         if any(map(_joins, corrected)):

@@ -80,7 +80,7 @@ def _piece(block: Block, shape: Sequence[int]) -> Piece:
     """Return a traced block of a tensor of `shape` as a piece, with a `narrow` for each dimension it does not fill."""
     assert isinstance(block.tensor, TracedTensor)
     sizes = enumerate(zip(block.offset, block.shape, shape, strict=True))
-    region = [("narrow", (dim, start, length)) for dim, (start, length, whole) in sizes if length != whole]
+    region = [("narrow", (dim, start, length)) for dim, (start, length, size) in sizes if length != size]
     return Piece(block.tensor.pieces[0].view, tuple(region))
 
 
@@ -137,8 +137,8 @@ def _unbind(self: TracedTensor, dim: int = 0) -> list[TracedTensor]:
 
 
 def _squeeze(self: TracedTensor, dim: int | None = None) -> TracedTensor:
-    for place in reversed(range(self.ndim) if dim is None else [_dim(self, dim)]):
-        self = _select(self, place, 0) if self.shape[place] == 1 else _same(self)
+    for axis in reversed(range(self.ndim) if dim is None else [_dim(self, dim)]):
+        self = _select(self, axis, 0) if self.shape[axis] == 1 else _same(self)
     return self
 
 
@@ -152,7 +152,7 @@ def _reshape(self: TracedTensor, size: Sequence[int], *_: Any) -> TracedTensor:
 
 
 def _cat(tensors: Sequence[TracedTensor], dim: int = 0) -> TracedTensor:
-    whole = torch.cat([_on_meta(tensor) for tensor in tensors], dim)
+    concatenated = torch.cat([_on_meta(tensor) for tensor in tensors], dim)
     dim = _dim(tensors[0], dim)
     pieces: list[Piece] = []
     start = 0
@@ -161,7 +161,9 @@ def _cat(tensors: Sequence[TracedTensor], dim: int = 0) -> TracedTensor:
         for piece in tensor.pieces:
             pieces.append(Piece(piece.view, (("narrow", (dim, start, length)), *piece.region)))
         start += length
-    return TracedTensor.of_pieces(whole.shape, whole.dtype, _merge_neighbors(pieces, dim, whole.shape[dim]))
+    return TracedTensor.of_pieces(
+        concatenated.shape, concatenated.dtype, _merge_neighbors(pieces, dim, concatenated.shape[dim])
+    )
 
 
 def _merge_neighbors(pieces: list[Piece], dim: int, total: int) -> tuple[Piece, ...]:
@@ -214,7 +216,7 @@ def _constant_pad_nd(self: TracedTensor, pad: Sequence[int], value: float = 0) -
 def _index_select(self: TracedTensor, dim: int, index: torch.Tensor) -> TracedTensor:
     """Pick indices along one dimension; runs of consecutive indices become one `narrow`."""
     dim = _dim(self, dim)
-    return _cat([_narrow(self, dim, range(self.shape[dim])[place], 1) for place in index.tolist()], dim)
+    return _cat([_narrow(self, dim, range(self.shape[dim])[position], 1) for position in index.tolist()], dim)
 
 
 def _index(self: TracedTensor, indices: Sequence[torch.Tensor | None]) -> TracedTensor:
@@ -226,10 +228,10 @@ def _index(self: TracedTensor, indices: Sequence[torch.Tensor | None]) -> Traced
 
 def _permute(self: TracedTensor, dims: Sequence[int]) -> TracedTensor:
     order, wanted = list(range(self.ndim)), [_dim(self, dim) for dim in dims]
-    for place, dim in enumerate(wanted):
-        if (current := order.index(dim)) != place:
-            self = self.step("transpose", place, current)
-            order[place], order[current] = order[current], order[place]
+    for position, dim in enumerate(wanted):
+        if (current := order.index(dim)) != position:
+            self = self.step("transpose", position, current)
+            order[position], order[current] = order[current], order[position]
     return _same(self)
 
 

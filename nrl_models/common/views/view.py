@@ -109,16 +109,16 @@ def place_of(shape: tuple[int, ...], steps: tuple[Step, ...] = ()) -> Place:
     if not steps:
         return Place(shape, strides_of(shape))
     *before, step = steps
-    place = place_of(shape, tuple(before))
+    parent_region = place_of(shape, tuple(before))
     if step[0] not in STEPS:
         raise ValueError(f"unknown step {step[0]}{step[1]}")
-    memory = torch.empty(place.shape, device=META)
-    if place.strides is not None:
-        memory = torch.empty_strided(place.shape, place.strides, device=META)
+    memory = torch.empty(parent_region.shape, device=META)
+    if parent_region.strides is not None:
+        memory = torch.empty_strided(parent_region.shape, parent_region.strides, device=META)
     region = apply_steps(memory, [step])
-    if place.strides is None or (step[0] == "reshape" and not is_viewable(memory, step[1])):
+    if parent_region.strides is None or (step[0] == "reshape" and not is_viewable(memory, step[1])):
         return Place(tuple(region.shape), None)
-    return Place(tuple(region.shape), region.stride(), place.offset + int(region.storage_offset()))
+    return Place(tuple(region.shape), region.stride(), parent_region.offset + int(region.storage_offset()))
 
 
 @lru_cache(maxsize=2**16)
@@ -196,26 +196,26 @@ class HFTensor:
         """Read the tensor from parameters by name: a view for a single piece, else a new tensor."""
         if self.view is not None:
             return self.view.of(tensors[self.view.parameter])
-        whole = tensors[self.pieces[0].view.parameter].new_empty(self.shape)
-        for target, source in self.copies(whole, tensors):
+        output = tensors[self.pieces[0].view.parameter].new_empty(self.shape)
+        for target, source in self.copies(output, tensors):
             target.copy_(source)
-        return whole
+        return output
 
     def copies(
-        self, whole: torch.Tensor, tensors: Mapping[str, torch.Tensor]
+        self, output: torch.Tensor, tensors: Mapping[str, torch.Tensor]
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Return the copies that write this tensor into `whole`: pairs of target and source, without temporary tensors.
+        """Return copies that write this tensor into `output`: pairs of target and source, without temporary tensors.
 
         Args:
-            whole: A contiguous tensor of `shape`. Padding is set to zero.
+            output: A contiguous tensor of `shape`. Padding is set to zero.
             tensors: Parameters by name.
         """
         sources = [piece.view.region_of(tensors[piece.view.parameter]) for piece in self.pieces]
-        if self.view is None and sum(source.numel() for source in sources) < whole.numel():
-            whole.zero_()
+        if self.view is None and sum(source.numel() for source in sources) < output.numel():
+            output.zero_()
         result = []
         for piece, source in zip(self.pieces, sources, strict=True):
-            target = apply_steps(whole, piece.region) if piece.region else whole
+            target = apply_steps(output, piece.region) if piece.region else output
             if target.shape != source.shape:
                 if is_viewable(target, source.shape):
                     target = target.view(source.shape)

@@ -39,15 +39,15 @@ class Block:
         """Size in each dimension."""
         return tuple(self.tensor.shape)
 
-    def of(self, whole: torch.Tensor) -> torch.Tensor:
-        """Return this region of `whole`, a tensor of the larger shape."""
+    def of(self, full_tensor: torch.Tensor) -> torch.Tensor:
+        """Return this region of `full_tensor`, a tensor of the larger shape."""
         for dim, (start, length) in enumerate(zip(self.offset, self.shape, strict=True)):
-            whole = whole.narrow(dim, start, length)
-        return whole
+            full_tensor = full_tensor.narrow(dim, start, length)
+        return full_tensor
 
-    def take_from(self, whole: torch.Tensor) -> None:
-        """Copy the region's values from `whole`, a tensor of the larger shape."""
-        self.tensor.copy_(self.of(whole))
+    def take_from(self, full_tensor: torch.Tensor) -> None:
+        """Copy the region's values from `full_tensor`, a tensor of the larger shape."""
+        self.tensor.copy_(self.of(full_tensor))
 
 
 def through(steps: Iterable[Step], shape: Sequence[int], block: Block) -> list[Block]:
@@ -99,12 +99,12 @@ def _reshaped(block: Block, old: Sequence[int], new: Sequence[int]) -> list[Bloc
     for before, after in dimension_runs(old, new):
         if not before:
             blocks = [Block((*each.offset[:dim], 0, *each.offset[dim:]), each.tensor.unsqueeze(dim)) for each in blocks]
-        for place in reversed(range(1, len(before))):
-            inner = prod(before[place:])
-            blocks = [merged for each in blocks for merged in _merged(each, dim + place - 1, inner)]
-        for place in range(1, len(after)):
-            inner = prod(after[place:])
-            blocks = [split for each in blocks for split in _split(each, dim + place - 1, inner)]
+        for position in reversed(range(1, len(before))):
+            inner = prod(before[position:])
+            blocks = [merged for each in blocks for merged in _merged(each, dim + position - 1, inner)]
+        for position in range(1, len(after)):
+            inner = prod(after[position:])
+            blocks = [split for each in blocks for split in _split(each, dim + position - 1, inner)]
         if not after:
             blocks = [Block((*each.offset[:dim], *each.offset[dim + 1 :]), each.tensor.squeeze(dim)) for each in blocks]
         dim += len(after)
