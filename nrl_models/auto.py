@@ -189,8 +189,8 @@ class _AutoModel:
     def _served_for(cls, config: PreTrainedConfig) -> Sequence[type[PreTrainedModel]]:
         """Return transformers' classes for a configuration in this auto class."""
         mapping: Mapping[type, Any] = classes_by_config(cls.upstream)
-        found = mapping.get(type(config), ())
-        return found if isinstance(found, (list, tuple)) else (found,)
+        classes = mapping.get(type(config), ())
+        return classes if isinstance(classes, (list, tuple)) else (classes,)
 
     @classmethod
     def _remote_class(
@@ -204,13 +204,13 @@ class _AutoModel:
             )
         source = str(folder or config.name_or_path)  # the checkpoint's own revision and subfolder
         try:
-            found = get_class_from_dynamic_module(reference, source)
+            model_class = get_class_from_dynamic_module(reference, source)
         except Exception as error:  # any error of foreign code
             raise own_code_failed(source, error) from error
-        if not issubclass(found, PreTrainedModel):
+        if not issubclass(model_class, PreTrainedModel):
             raise own_code_failed(source, TypeError(f"{reference} is not a PreTrainedModel"))
-        found.register_for_auto_class(cls.upstream.__name__)  # save_pretrained then writes its code
-        return found
+        model_class.register_for_auto_class(cls.upstream.__name__)  # save_pretrained then writes its code
+        return model_class
 
 
 class AutoModelForCausalLM(_AutoModel):

@@ -198,21 +198,21 @@ def _register_config(model_type: str) -> None:
 
 def _config_class(model_type: str, where: tuple[str, str]) -> type:
     config_class = _imported(where, f"the configuration of {model_type} is")
-    own = getattr(config_class, "model_type", None)
-    if own != model_type:
+    declared_type = getattr(config_class, "model_type", None)
+    if declared_type != model_type:
         raise RegistrationError(
-            f"{':'.join(where)} is registered for model_type {model_type!r}, but its own is {own!r}"
+            f"{':'.join(where)} is registered for model_type {model_type!r}, but its own is {declared_type!r}"
         )
     return config_class
 
 
-def _imported(where: tuple[str, str], what: str) -> type:
+def _imported(where: tuple[str, str], subject: str) -> type:
     module, name = where
     try:
         return getattr(import_module(module), name)
     except Exception as error:  # a family's code may raise anything
         raise FamilyImportError(
-            f"{what} {module}:{name}, which does not import: {one_line(error)}. "
+            f"{subject} {module}:{name}, which does not import: {one_line(error)}. "
             f"Installed: transformers {version('transformers')}, torch {version('torch')}."
         ) from error
 

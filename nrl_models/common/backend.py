@@ -68,9 +68,9 @@ class BackendConfig:
     def __post_init__(self, linear: str, rms_norm: str, dispatcher: str, enable_deepep: bool) -> None:
         """Check the values, and convert AutoModel's names to those of transformers."""
         fixed = {"linear": linear, "rms_norm": rms_norm, "dispatcher": dispatcher}
-        given: dict[str, Any] = {"attn": self.attn, "experts": self.experts} | fixed
+        options: dict[str, Any] = {"attn": self.attn, "experts": self.experts} | fixed
         wrong = [
-            f"{name}={value!r}: {_REFUSED[name][value]}" for name, value in given.items() if value in _REFUSED[name]
+            f"{name}={value!r}: {_REFUSED[name][value]}" for name, value in options.items() if value in _REFUSED[name]
         ]
         wrong += [
             f"{name}={value!r}: expected 'torch'"
@@ -82,7 +82,7 @@ class BackendConfig:
         if wrong:
             raise UnknownArgumentError(f"BackendConfig has unsupported values: {'; '.join(wrong)}")
         for name, renamed in _RENAMED.items():
-            object.__setattr__(self, name, renamed.get(given[name], given[name]))
+            object.__setattr__(self, name, renamed.get(options[name], options[name]))
 
     def implementations(self) -> dict[str, str]:
         """Return the fields that are set, as keyword arguments of transformers' constructors."""

@@ -89,8 +89,8 @@ def kept_dtypes(model: nn.Module, dtype: torch.dtype) -> Callable[[str], torch.d
     pattern, by_group, _ = build_glob_alternation(list(plan))
 
     def kept(name: str) -> torch.dtype | None:
-        found = pattern.search(name)
-        return plan[by_group[str(found.lastgroup)]] if found else None
+        match = pattern.search(name)
+        return plan[by_group[str(match.lastgroup)]] if match else None
 
     return kept
 

@@ -60,7 +60,7 @@ def device_of(model: nn.Module) -> torch.device:
         return device
     hooks = (vars(module).get("_hf_hook") for module in model.modules())
     devices = (getattr(hook, "execution_device", None) for hook in hooks)
-    return torch.device(next((found for found in devices if found is not None), device))
+    return torch.device(next((hook_device for hook_device in devices if hook_device is not None), device))
 
 
 # Wrappers
@@ -186,7 +186,7 @@ def _own_modules(model: nn.Module, seen: set[int] | None) -> list[tuple[str, str
         if module._modules:
             dot = f"{name}." if name else ""
             children = [
-                (f"{dot}{own}", f"{stored}{own}.", child) for own, child in module._modules.items() if child is not None
+                (f"{dot}{key}", f"{stored}{key}.", child) for key, child in module._modules.items() if child is not None
             ]
             remaining += reversed(children)
     return result
@@ -273,15 +273,15 @@ def _has_wrappers(model: nn.Module, peft: bool) -> bool:
 
 def _all_modules(model: nn.Module) -> list[nn.Module]:
     """Return the modules of `model.modules()` in any order, in a third of the time."""
-    found: dict[nn.Module | None, None] = {None: None}
+    modules: dict[nn.Module | None, None] = {None: None}
     remaining: list[nn.Module | None] = [model]
     for module in remaining:  # grows
-        if module not in found:
-            found[module] = None
+        if module not in modules:
+            modules[module] = None
             if children := module._modules:  # type: ignore[union-attr]
                 remaining += children.values()
-    del found[None]
-    return cast("list[nn.Module]", list(found))
+    del modules[None]
+    return cast("list[nn.Module]", list(modules))
 
 
 def _without_wrappers(module: Any, seen: dict[int, nn.Module], peft: bool) -> Any:
@@ -308,8 +308,8 @@ def _peft_modules(module: nn.Module, name: str) -> Iterator[tuple[str, Any]]:
     if isinstance(module, types):
         yield name, module
         return
-    for own, child in module.named_children() if types else ():
-        yield from _peft_modules(child, f"{name}.{own}" if name else own)
+    for child_name, child in module.named_children() if types else ():
+        yield from _peft_modules(child, f"{name}.{child_name}" if name else child_name)
 
 
 def owner_of(model: nn.Module, name: str) -> tuple[nn.Module, str]:
@@ -329,9 +329,9 @@ def install(model: nn.Module, name: str, tensor: torch.Tensor) -> None:
     mark_initialized(tensors[attribute])
 
 
-def is_at(name: str, place: str) -> bool:
-    """Return True if a module's dotted name contains the components of `place` consecutively."""
-    return f".{place}." in f".{name}."
+def is_at(name: str, location: str) -> bool:
+    """Return True if a module's dotted name contains the components of `location` consecutively."""
+    return f".{location}." in f".{name}."
 
 
 def subclass_of_same_name(
@@ -345,5 +345,5 @@ def subclass_of_same_name(
         attributes: Attributes to replace, such as `forward`.
     """
     metaclass: Any = type(upstream)
-    own = {"__module__": upstream.__module__, "__doc__": upstream.__doc__}
-    return metaclass(upstream.__name__, (*mixins, upstream), own | attributes)
+    metadata = {"__module__": upstream.__module__, "__doc__": upstream.__doc__}
+    return metaclass(upstream.__name__, (*mixins, upstream), metadata | attributes)

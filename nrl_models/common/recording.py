@@ -54,15 +54,15 @@ def record_calls(
         copy: Whether to copy tensors, for models that compute in place.
     """
     calls: dict[str, RecordedCall] = {}
-    given: dict[str, list[torch.Tensor]] = {}
-    kept: Callable[[torch.Tensor], torch.Tensor] = torch.clone if copy else lambda tensor: tensor
+    inputs: dict[str, list[torch.Tensor]] = {}
+    maybe_clone: Callable[[torch.Tensor], torch.Tensor] = torch.clone if copy else lambda tensor: tensor
 
     def before(name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
-        given[name] = [kept(tensor) for tensor in float_tensors([*args, *kwargs.values()])]
+        inputs[name] = [maybe_clone(tensor) for tensor in float_tensors([*args, *kwargs.values()])]
 
     def after(name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         calls.pop(name, None)
-        calls[name] = RecordedCall(given.pop(name, []), _copied(output) if copy else output)
+        calls[name] = RecordedCall(inputs.pop(name, []), _copied(output) if copy else output)
 
     with ExitStack() as stack:
         for name, module in model.named_modules():

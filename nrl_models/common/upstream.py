@@ -218,14 +218,14 @@ def dtype_plan(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, torch.dt
     return dict(model._get_dtype_plan(dtype))
 
 
-def mark_initialized(what: nn.Module | torch.Tensor, initialized: bool = True) -> None:
+def mark_initialized(target: nn.Module | torch.Tensor, initialized: bool = True) -> None:
     """Mark whether transformers' initialization must skip a module or tensor."""
-    what.__dict__["_is_hf_initialized"] = initialized
+    target.__dict__["_is_hf_initialized"] = initialized
 
 
-def is_initialized(what: nn.Module | torch.Tensor) -> bool:
+def is_initialized(target: nn.Module | torch.Tensor) -> bool:
     """Return True if transformers' initialization skips a module or tensor."""
-    return bool(getattr(what, "_is_hf_initialized", False))
+    return bool(getattr(target, "_is_hf_initialized", False))
 
 
 def text_part(config: PreTrainedConfig, *, decoder: bool | None = None) -> PreTrainedConfig:
@@ -288,17 +288,17 @@ def record_as(model_class: type[nn.Module], module: PreTrainedModel) -> None:
     dict.__setitem__(_CAN_RECORD_REGISTRY, str(model_class), module._can_record_outputs)
 
 
-def register_class(mapping: Any, config_class: type[PreTrainedConfig], given: Any) -> None:
-    """Make a mapping of transformers' auto classes return given classes for a configuration.
+def register_class(mapping: Any, config_class: type[PreTrainedConfig], classes: Any) -> None:
+    """Make a mapping of transformers' auto classes return these classes for a configuration.
 
     In some versions (5.18), the mapping's `register` silently ignores configurations from transformers.
 
     Args:
         mapping: `classes_by_config` of an auto class, or a similar mapping.
         config_class: The configuration's class.
-        given: A class, or a tuple of classes for the configuration.
+        classes: A class, or a tuple of classes for the configuration.
     """
-    mapping._extra_content[config_class] = given
+    mapping._extra_content[config_class] = classes
 
 
 # Auto classes
@@ -322,8 +322,8 @@ SERVED_MAPPINGS = (
 
 def class_of_transformers(name: str) -> type[PreTrainedModel] | None:
     """Return transformers' model class of a name; None if it has none."""
-    found = getattr(transformers, name, None)
-    return found if isinstance(found, type) and issubclass(found, PreTrainedModel) else None
+    model_class = getattr(transformers, name, None)
+    return model_class if isinstance(model_class, type) and issubclass(model_class, PreTrainedModel) else None
 
 
 @cache

@@ -195,8 +195,10 @@ def module_wrappers() -> tuple[tuple[type[nn.Module], str], ...]:
 
     Leaves out classes of modules that are not imported, because they have no instances.
     """
-    found = ((getattr(sys.modules.get(wrapper.module), wrapper.class_name, None), wrapper.name) for wrapper in WRAPPERS)
-    return tuple((kind, name) for kind, name in found if kind is not None)
+    wrappers = (
+        (getattr(sys.modules.get(wrapper.module), wrapper.class_name, None), wrapper.name) for wrapper in WRAPPERS
+    )
+    return tuple((kind, name) for kind, name in wrappers if kind is not None)
 
 
 _inside: WeakKeyDictionary[type, str] = WeakKeyDictionary()

@@ -49,8 +49,8 @@ class Checked:
         if isinstance(value, str):
             value = hidden(value, self.secrets)
         plain = isinstance(value, (str, int, float, type(None)))
-        found = shown(value) if plain else f"a {type(value).__name__}"
-        raise self.error(f"returned an invalid answer: {field} is {found}, expected {expected}")
+        description = shown(value) if plain else f"a {type(value).__name__}"
+        raise self.error(f"returned an invalid answer: {field} is {description}, expected {expected}")
 
     def mapping(self, value: Any, field: str) -> dict[str, Any]:
         """Check a JSON object."""
@@ -83,20 +83,20 @@ class Checked:
 
     def named_token_ids(self, value: Any, field: str) -> tuple[int, ...] | None:
         """Parse ids that are written as names, `token_id:5`. Returns None if the names are text."""
-        found = [_TOKEN_NAME.fullmatch(name) if isinstance(name, str) else None for name in self.listed(value, field)]
-        if not found or None in found:
+        matches = [_TOKEN_NAME.fullmatch(name) if isinstance(name, str) else None for name in self.listed(value, field)]
+        if not matches or None in matches:
             return None
-        return self.token_ids([int(match[1]) for match in found if match], field)
+        return self.token_ids([int(match[1]) for match in matches if match], field)
 
     def samples(self, answers: Sequence[Any], prompts: Sequence[Tokens]) -> list[Sample]:
         """Read the completion of each prompt."""
         samples = []
         for number, (value, prompt) in enumerate(zip(answers, prompts, strict=True)):
             at = f"samples[{number}]"
-            found = self.mapping(value, at)
-            tokens = self.token_ids(found.get("tokens"), f"{at}.tokens")
-            logprobs = self.logprobs(found.get("logprobs"), f"{at}.logprobs", len(tokens))
-            samples.append(Sample(tuple(prompt), tokens, logprobs, str(found.get("finish_reason") or "unfinished")))
+            sample = self.mapping(value, at)
+            tokens = self.token_ids(sample.get("tokens"), f"{at}.tokens")
+            logprobs = self.logprobs(sample.get("logprobs"), f"{at}.logprobs", len(tokens))
+            samples.append(Sample(tuple(prompt), tokens, logprobs, str(sample.get("finish_reason") or "unfinished")))
         return samples
 
     def logprobs(self, value: Any, field: str, length: int | None = None) -> tuple[float, ...]:
@@ -115,11 +115,11 @@ class Checked:
     def logprobs_by_id(self, value: Any, tokens: Sequence[int], field: str) -> list[float]:
         """Return the log-probability of each of `tokens`, looked up by id. The first token has NaN."""
         result = [math.nan]
-        for index, (place, token) in enumerate(zip(self.listed(value, field, len(tokens)), tokens, strict=True)):
+        for index, (candidates, token) in enumerate(zip(self.listed(value, field, len(tokens)), tokens, strict=True)):
             if index:
                 at = f"{field}[{index}]"
-                found = self.mapping(place, at).get(str(token))
-                result.append(self.logprob(self.mapping(found, f"{at}[{token}]").get("logprob"), f"{at}[{token}]"))
+                candidate = self.mapping(candidates, at).get(str(token))
+                result.append(self.logprob(self.mapping(candidate, f"{at}[{token}]").get("logprob"), f"{at}[{token}]"))
         return result
 
 

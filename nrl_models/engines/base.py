@@ -136,7 +136,8 @@ class Engine(GuardedCalls):
         )
         if "model_inputs" in more:
             samples = [
-                replace(sample, model_inputs=own) for sample, own in zip(samples, more["model_inputs"], strict=True)
+                replace(sample, model_inputs=inputs)
+                for sample, inputs in zip(samples, more["model_inputs"], strict=True)
             ]
         require_complete(self.name, samples, max_new_tokens, ignore_end=ignore_end, beyond_limit=beyond_limit)
         return samples
@@ -230,7 +231,7 @@ class Engine(GuardedCalls):
         self._changed = False
         before, self._mixed = self._mixed, self._mixed_because("is under way")
         try:
-            found = self._refit(sent(), digests)
+            report = self._refit(sent(), digests)
         except BaseException as error:  # including errors of the `tensors` iterator
             self._mixed = before
             if self._refit_changed():
@@ -239,7 +240,7 @@ class Engine(GuardedCalls):
                     raise MixedWeightsError(self._mixed) from error
                 error.add_note(self._mixed)
             raise
-        left = [*found["unwritten"], *found["stale_buffers"]]
+        left = [*report["unwritten"], *report["stale_buffers"]]
         of_another_refit = before and not self._never_written.issuperset(left)
         if left and (of_another_refit or not partial):
             self._never_written = self._never_written.intersection(left) if before else frozenset(left)
@@ -252,9 +253,9 @@ class Engine(GuardedCalls):
             seconds=time.perf_counter() - started,
             buckets=len(sizes),
             largest_bucket=max(map(sum, sizes), default=0),
-            digests=found["digests"],
-            unwritten=tuple(found["unwritten"]),
-            stale_buffers=tuple(found["stale_buffers"]),
+            digests=report["digests"],
+            unwritten=tuple(report["unwritten"]),
+            stale_buffers=tuple(report["stale_buffers"]),
             version=self.version,
         )
 

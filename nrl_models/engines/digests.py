@@ -100,14 +100,14 @@ class HeldWeights:
 
     def unchanged(self, tensors: Mapping[str, torch.Tensor]) -> list[str]:
         """Return names of tensors with unchanged rows, and how many rows. Rows of zeros are padding and not counted."""
-        found = []
+        unchanged = []
         for name, before in self._rows.items():
             now = _row_numbers(tensors[name])
             rows = (now != 0) | (before != 0)
             same, count = int((rows & (now == before)).sum()), int(rows.sum())
             if same:
-                found.append(f"{name} ({same:,} of {count:,} rows)" if same < count else name)
-        return found
+                unchanged.append(f"{name} ({same:,} of {count:,} rows)" if same < count else name)
+        return unchanged
 
 
 def _row_numbers(tensor: torch.Tensor) -> torch.Tensor:

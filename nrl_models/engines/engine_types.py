@@ -88,8 +88,8 @@ def prompt_seeds(seed: int, count: int) -> list[int]:
 def by_length(rows: Sequence[Tokens], inputs: Sequence[Mapping[str, Any]] | None = None) -> list[list[int]]:
     """Group indices of rows of equal length. Rows with image inputs are grouped only if the inputs are identical."""
     first: dict[int, int] = {}
-    for index, own in enumerate(inputs or ()):
-        first.setdefault(id(own) if own else 0, index)
+    for index, row_inputs in enumerate(inputs or ()):
+        first.setdefault(id(row_inputs) if row_inputs else 0, index)
 
     def kind(index: int) -> tuple[int, int]:
         return len(rows[index]), 0 if inputs is None else first[id(inputs[index]) if inputs[index] else 0]

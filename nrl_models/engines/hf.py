@@ -160,8 +160,8 @@ class HFEngine(Engine):
         prefix_types = marks_prefix(self.model)
         generator = torch.Generator(self.model.device).manual_seed(seed)
         for indices in by_length(prompts, model_inputs):
-            given = {} if model_inputs is None else model_inputs[indices[0]]
-            stops = ends | placeholders(self.model.config, given)
+            inputs = {} if model_inputs is None else model_inputs[indices[0]]
+            stops = ends | placeholders(self.model.config, inputs)
             config = GenerationConfig(
                 do_sample=False,
                 max_new_tokens=max_new_tokens,
@@ -176,12 +176,12 @@ class HFEngine(Engine):
                     attention_mask=torch.ones_like(batch),
                     generation_config=config,
                     logits_processor=LogitsProcessorList([sampler]),
-                    **self._of_batch(given, batch),
+                    **self._of_batch(inputs, batch),
                 )
             new = sequences[:, batch.shape[1] :].tolist()
             logprobs = torch.cat(sampler.logprobs, dim=1).double().tolist()
             for row, index in enumerate(indices):
-                stop = next((place for place, token in enumerate(new[row]) if token in stops), None)
+                stop = next((position for position, token in enumerate(new[row]) if token in stops), None)
                 size, reason = (None, "length") if stop is None else (stop + 1, "stop")
                 if stop is not None and new[row][stop] not in ends:
                     size, reason = stop, AT_PLACEHOLDER
@@ -205,12 +205,12 @@ class HFEngine(Engine):
     @contextmanager
     def _plain_generation(self) -> Iterator[None]:
         """Disable the checkpoint's generation settings (penalties, processors) while the context is open."""
-        kept = self.model.generation_config
+        generation_config = self.model.generation_config
         self.model.generation_config = GenerationConfig()
         try:
             yield
         finally:
-            self.model.generation_config = kept
+            self.model.generation_config = generation_config
 
     @_in_evaluation_mode
     def _score(
@@ -241,11 +241,11 @@ class HFEngine(Engine):
                 wanted[:, : 0 if last is None else max(0, batch.shape[1] - last)] = False
                 chunk_size = None if full_logits else "auto"
                 more: dict[str, Any] = {} if model_inputs is None else self._of_batch(model_inputs[some[0]], batch)
-                found = token_logprobs(
+                scores = token_logprobs(
                     self.model, batch, score=wanted, chunk_size=chunk_size, **asdict(processing), **more
                 )
-                values = found.logprobs.double().masked_fill(found.outside, -math.inf)
-                values[~(found.mask | found.outside)] = math.nan
+                values = scores.logprobs.double().masked_fill(scores.outside, -math.inf)
+                values[~(scores.mask | scores.outside)] = math.nan
                 for index, row in zip(some, values.tolist(), strict=True):
                     results[index] = row
         return [results[index] for index in range(len(sequences))]

@@ -137,8 +137,8 @@ class HTTPEngine(Engine):
         settings = generation_settings(folder)
         generation = {} if settings is None else settings.to_diff_dict()
         defaults = {name: generation[name] for name in INVALID if generation.get(name) is not None}
-        own: dict[str, Any] = {"vocabulary": vocabulary, "max_length": max_length, "dtype": dtype}
-        return cls(address, ends=end_tokens(folder, config), defaults=defaults, **own, **options)
+        keywords: dict[str, Any] = {"vocabulary": vocabulary, "max_length": max_length, "dtype": dtype}
+        return cls(address, ends=end_tokens(folder, config), defaults=defaults, **keywords, **options)
 
     def capabilities(self) -> Capabilities:
         """Return capabilities: generation, scores at temperature 1, and new weights if the server supports them."""
@@ -188,7 +188,8 @@ class HTTPEngine(Engine):
         else:
             seeds = prompt_seeds(seed, len(prompts))
             bodies = [
-                body | {"prompt": [list(prompt)], "seed": own} for prompt, own in zip(prompts, seeds, strict=True)
+                body | {"prompt": [list(prompt)], "seed": prompt_seed}
+                for prompt, prompt_seed in zip(prompts, seeds, strict=True)
             ]
             choices = self._connection.complete_each(bodies, max(map(len, prompts), default=0) + max_new_tokens)
         samples = []
@@ -243,13 +244,13 @@ class HTTPEngine(Engine):
         self._require_version()
         results = []
         for number, (choice, tokens) in enumerate(zip(choices, sequences, strict=True)):
-            found = self._connection.token_logprobs(choice, f"choices[{number}]")
-            if found is None or len(found) < len(tokens):
+            logprobs = self._connection.token_logprobs(choice, f"choices[{number}]")
+            if logprobs is None or len(logprobs) < len(tokens):
                 raise EngineError(
                     f"{self.address} cannot score existing tokens: it supports neither `prompt_logprobs` nor `echo` "
                     "with `logprobs` in /v1/completions"
                 )
-            results.append([math.nan, *found[1 : len(tokens)]])
+            results.append([math.nan, *logprobs[1 : len(tokens)]])
         return results
 
     def _refit(self, sent: Iterator[list[NamedTensor]], digests: bool) -> dict[str, Any]:

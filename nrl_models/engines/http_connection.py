@@ -100,10 +100,10 @@ class ServerConnection:
         check = self.checked
         text = answer.body.decode(errors="replace")
         if 300 <= answer.status < 400:
-            place = shown_argument(hidden(answer.location, check.secrets))
+            location = shown_argument(hidden(answer.location, check.secrets))
             raise check.error(
-                f"redirects {path} to {place!r}. Redirects are not followed, because the API key would be sent there: "
-                "use the final address"
+                f"redirects {path} to {location!r}. Redirects are not followed, because the API key would be sent "
+                "there: use the final address"
             )
         if answer.status >= 400:
             raise EngineError(*_lines(hidden(f"{check.who} answered {answer.status} to {path}: {text}", check.secrets)))
@@ -182,8 +182,8 @@ class ServerConnection:
     def served_models(self) -> dict[str, int | None]:
         """Return the served models by name, each with its maximum length if the server reports it."""
         check, served = self.checked, {}
-        for number, given in enumerate(check.listed(self.request("GET", "/v1/models").get("data"), "data")):
-            entry = check.mapping(given, f"data[{number}]")
+        for number, model in enumerate(check.listed(self.request("GET", "/v1/models").get("data"), "data")):
+            entry = check.mapping(model, f"data[{number}]")
             limit = entry.get("max_model_len")
             served[check.text(entry.get("id"), f"data[{number}].id")] = (
                 None if limit is None else check.whole(limit, f"data[{number}].max_model_len", 1)
@@ -229,13 +229,13 @@ class ServerConnection:
         if choice.get("token_ids") is not None:
             return self.checked.token_ids(choice["token_ids"], f"{at}.token_ids")
         names = self._logprobs(choice, at).get("tokens") or []
-        found = self.checked.named_token_ids(names, f"{at}.logprobs.tokens")
-        if found is None:
+        ids = self.checked.named_token_ids(names, f"{at}.logprobs.tokens")
+        if ids is None:
             raise EngineError(
                 f"{self.address} returns tokens as text only, but text does not determine tokens: it has to support "
                 "`return_token_ids` or `return_tokens_as_token_ids`, as vLLM's does"
             )
-        return found
+        return ids
 
     def token_logprobs(self, choice: dict[str, Any], at: str) -> tuple[float, ...] | None:
         """Return log-probabilities from a server's list; None if there are none."""
@@ -243,8 +243,8 @@ class ServerConnection:
         return None if values is None else self.checked.logprobs(values, f"{at}.logprobs.token_logprobs")
 
     def _logprobs(self, choice: dict[str, Any], at: str) -> dict[str, Any]:
-        found = choice.get("logprobs")
-        return {} if found is None else self.checked.mapping(found, f"{at}.logprobs")
+        logprobs = choice.get("logprobs")
+        return {} if logprobs is None else self.checked.mapping(logprobs, f"{at}.logprobs")
 
 
 def _lines(text: str) -> list[str]:

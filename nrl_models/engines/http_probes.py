@@ -114,13 +114,13 @@ class ServerProbes:
         if (probe := self._unprocessed.get(name)) is None:
             return
         for prompt in _starts(prompts):
-            raw, found = _compared(self._sample(prompt, Sampling(0.0)), self._sample(prompt, probe))
+            raw, probed = _compared(self._sample(prompt, Sampling(0.0)), self._sample(prompt, probe))
             if raw:
                 break
         else:  # every continuation is certain: the next call probes with its prompts
             return
         # With two equally likely tokens, a processed log-probability may equal the unprocessed one by chance.
-        if sum(abs(one - other) for one, other in zip(raw, found, strict=True)) < 0.5 * sum(map(abs, found)):
+        if sum(abs(one - other) for one, other in zip(raw, probed, strict=True)) < 0.5 * sum(map(abs, probed)):
             raise EngineError(
                 f"{self._engine.address} returns log-probabilities from before {name}, not those of the distribution "
                 "that it samples from. Start the server so that it processes them (vLLM: --logprobs-mode "
@@ -144,7 +144,7 @@ def _starts(prompts: Sequence[Tokens]) -> list[list[int]]:
 
 def _compared(greedy: Sample, sampled: Sample) -> tuple[list[float], list[float]]:
     """Return both samples' log-probabilities up to the first different token, without those of certain tokens."""
-    raw, found = [], []
+    raw, probed = [], []
     for expected, token, before, after in zip(
         greedy.tokens, sampled.tokens, greedy.logprobs, sampled.logprobs, strict=False
     ):
@@ -152,5 +152,5 @@ def _compared(greedy: Sample, sampled: Sample) -> tuple[list[float], list[float]
             break
         if before < -PROBE_TOLERANCE:
             raw.append(before)
-            found.append(after)
-    return raw, found
+            probed.append(after)
+    return raw, probed

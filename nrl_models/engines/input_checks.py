@@ -155,8 +155,10 @@ def require_one_each(sequences: Sequence[Tokens], **inputs: Any) -> None:
     """
     for name, values in inputs.items():
         if values is not None and (not isinstance(values, Sequence) or len(values) != len(sequences)):
-            found = f"{len(values)} entries" if isinstance(values, Sequence) else shown(values)
-            raise EngineError(f"{name} has {found}: expected a list of one for each of {len(sequences)} sequences")
+            description = f"{len(values)} entries" if isinstance(values, Sequence) else shown(values)
+            raise EngineError(
+                f"{name} has {description}: expected a list of one for each of {len(sequences)} sequences"
+            )
 
 
 def plain_tokens(sequences: Sequence[Tokens]) -> list[list[int]]:
@@ -173,9 +175,12 @@ def media_inputs(
         EngineError: If an output is for other token ids, or has padding.
     """
     model_inputs = list(model_inputs)  # columns of a data set create a new object at each access
-    checked = [contradictions(tokens, own) for tokens, own in zip(sequences, model_inputs, strict=True)]
-    problems = [f"model_inputs of sequence {index} {each}" for index, found in enumerate(checked) for each in found]
+    checked = [contradictions(tokens, inputs) for tokens, inputs in zip(sequences, model_inputs, strict=True)]
+    problems = [
+        f"model_inputs of sequence {index} {each}" for index, messages in enumerate(checked) for each in messages
+    ]
     if problems:
         raise EngineError(f"{engine.name} cannot process these sequences:", *itemised(problems))
-    kept = {id(own): without_tokens(own) for own in model_inputs}  # engines batch sequences with the same object
-    return [kept[id(own)] for own in model_inputs]
+    # Engines batch sequences with the same object.
+    media = {id(inputs): without_tokens(inputs) for inputs in model_inputs}
+    return [media[id(inputs)] for inputs in model_inputs]

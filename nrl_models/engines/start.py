@@ -117,20 +117,20 @@ def longest_sequence(path: str | Path, name: str) -> int | None:
     return None if limit is None else limit - room_to_score(name)
 
 
-def engine_keywords(options: Mapping[str, Any] | None, **own: Any) -> dict[str, Any]:
+def engine_keywords(options: Mapping[str, Any] | None, **keywords: Any) -> dict[str, Any]:
     """Merge a command's keywords for `start_engine` with the engine options that the user passed.
 
     Args:
         options: Engine options of the user. Only `max_length` may override a keyword of the command.
-        own: Keywords that the command sets.
+        keywords: Keywords that the command sets.
 
     Raises:
         EngineError: If an option is also set by the command.
     """
-    taken = sorted((options or {}).keys() & own.keys() - {"max_length"})
+    taken = sorted((options or {}).keys() & keywords.keys() - {"max_length"})
     if taken:
         raise EngineError(
             f"{', '.join(taken)}: not an engine option here. The command sets it, or has a separate argument for it "
             f"(--{', --'.join(name.replace('_', '-') for name in taken)}, if it has that)"
         )
-    return own | dict(options or {})
+    return keywords | dict(options or {})

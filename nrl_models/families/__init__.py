@@ -15,7 +15,7 @@ __all__ = ["folders", "module_of"]
 @cache
 def folders() -> dict[str, Family]:
     """Return the families with a separate package, by its name."""
-    packages = sorted(found.name for found in iter_modules(__path__) if found.ispkg and found.name != "table")
+    packages = sorted(module.name for module in iter_modules(__path__) if module.ispkg and module.name != "table")
     return {name: import_module(f"{__name__}.{name}").FAMILY for name in packages}
 
 

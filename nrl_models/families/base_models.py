@@ -25,12 +25,12 @@ def is_served(name: str) -> bool:
     return _is_base(upstream) and _head_for(upstream) is not None
 
 
-def _is_base(found: Any) -> bool:
+def _is_base(candidate: Any) -> bool:
     """Return True for a model class without a head in any auto class."""
-    if not (isinstance(found, type) and issubclass(found, PreTrainedModel)) or found.config_class is None:
+    if not (isinstance(candidate, type) and issubclass(candidate, PreTrainedModel)) or candidate.config_class is None:
         return False
-    served = classes_by_config(transformers.AutoModel).get(found.config_class, None)
-    return found in (served if isinstance(served, tuple | list) else (served,))
+    served = classes_by_config(transformers.AutoModel).get(candidate.config_class, None)
+    return candidate in (served if isinstance(served, tuple | list) else (served,))
 
 
 def _head_for(upstream: Any) -> type[FamilyModel] | None:

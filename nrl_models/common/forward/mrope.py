@@ -60,9 +60,9 @@ class FreshPositions(nn.Module):
         documents = documents_running()
         if documents is None or inputs.get("input_ids") is None:
             return upstream.compute_3d_position_ids(**inputs)
-        found = upstream.compute_3d_position_ids(**inputs | _one_document_per_row(documents, inputs))
+        positions = upstream.compute_3d_position_ids(**inputs | _one_document_per_row(documents, inputs))
         self.rope_deltas = None  # those of documents, and not of rows
-        return documents.positions if found is None else _packed_again(documents, found)
+        return documents.positions if positions is None else _packed_again(documents, positions)
 
 
 def _one_document_per_row(documents: Documents, inputs: Mapping[str, Any]) -> dict[str, torch.Tensor]:
@@ -79,9 +79,9 @@ def _one_document_per_row(documents: Documents, inputs: Mapping[str, Any]) -> di
     }
 
 
-def _packed_again(documents: Documents, found: torch.Tensor) -> torch.Tensor:
+def _packed_again(documents: Documents, positions: torch.Tensor) -> torch.Tensor:
     """Return positions `(planes, batch, seq_len)` for those of documents, `(planes, documents, longest)`."""
-    rows = found.movedim(0, -1).split(1)
+    rows = positions.movedim(0, -1).split(1)
     parts = [row[:, :size] for row, size in zip(rows, documents.lengths_with_prompts, strict=True)]
     return documents.join(parts).movedim(-1, 0)
 

@@ -29,10 +29,10 @@ def contradictions(tokens: Sequence[int] | torch.Tensor, inputs: Any) -> list[st
     """
     if not isinstance(inputs, Mapping):
         return [f"is a {type(inputs).__name__}: expected a dict"]
-    found = {name: value for name, value in inputs.items() if value is not None}
-    of_tokens = {name: value for name, value in found.items() if name in FROM_TOKENS or name in PER_TOKEN}
+    outputs = {name: value for name, value in inputs.items() if value is not None}
+    of_tokens = {name: value for name, value in outputs.items() if name in FROM_TOKENS or name in PER_TOKEN}
     untyped = {name: value for name, value in of_tokens.items() if not isinstance(value, torch.Tensor)}
-    untyped |= {name: value for name, value in found.items() if isinstance(value, _SEQUENCES) and _is_numbers(value)}
+    untyped |= {name: value for name, value in outputs.items() if isinstance(value, _SEQUENCES) and _is_numbers(value)}
     if untyped:
         wrong = (f"has {name}={shown(value)}" for name, value in untyped.items())
         return [f"{each}: expected a tensor, as with return_tensors='pt'" for each in wrong]
@@ -42,11 +42,11 @@ def contradictions(tokens: Sequence[int] | torch.Tensor, inputs: Any) -> list[st
         for name, value in of_tokens.items()
         if name in PER_TOKEN and value.shape[:2] != shape
     ]
-    if "input_ids" in found:
-        ids, own = found["input_ids"].flatten().cpu(), torch.as_tensor(tokens).flatten()
-        if not torch.equal(ids, own[: len(ids)].to(ids)):
+    if "input_ids" in outputs:
+        ids, sequence_ids = outputs["input_ids"].flatten().cpu(), torch.as_tensor(tokens).flatten()
+        if not torch.equal(ids, sequence_ids[: len(ids)].to(ids)):
             problems.append("has other input_ids than the sequence: pass the token ids of the same processor call")
-    if "attention_mask" in found and not bool(found["attention_mask"].all()):
+    if "attention_mask" in outputs and not bool(outputs["attention_mask"].all()):
         problems.append("has zeros in attention_mask: expected a sequence without padding")
     return problems
 

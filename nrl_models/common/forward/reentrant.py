@@ -34,8 +34,8 @@ class RefusesReentrantCheckpointing:
             UnknownArgumentError: If `use_reentrant=True`.
         """
         assert isinstance(self, nn.Module)
-        given = [options for options in (*args, *kwargs.values()) if isinstance(options, Mapping)]
-        if any(options.get("use_reentrant") for options in given):
+        checkpointing_kwargs = [options for options in (*args, *kwargs.values()) if isinstance(options, Mapping)]
+        if any(options.get("use_reentrant") for options in checkpointing_kwargs):
             _refuse(self, "use_reentrant=True")
         getattr(super(), ENABLE_CHECKPOINTING)(*args, **kwargs)
 
@@ -60,9 +60,9 @@ def _refuse_wrappers(decoder: nn.Module, inputs: Any) -> None:
     if not torch.is_grad_enabled() or torch.compiler.is_compiling():
         return
     for name, module in decoder.named_modules():
-        own = module.__dict__  # torch's wrapper passes other names on to the module in it
-        checkpoints = (own.get(attribute) for attribute in CHECKPOINT_FUNCTIONS)
-        if own.get("gradient_checkpointing", True) and any(map(_is_reentrant, checkpoints)):
+        attributes = module.__dict__  # torch's wrapper passes other names on to the module in it
+        checkpoints = (attributes.get(attribute) for attribute in CHECKPOINT_FUNCTIONS)
+        if attributes.get("gradient_checkpointing", True) and any(map(_is_reentrant, checkpoints)):
             _refuse(decoder, f"{type(module).__name__} around {name} with CheckpointImpl.REENTRANT")
 
 
@@ -75,11 +75,11 @@ def _is_reentrant(checkpoint: Any) -> bool:
     return False
 
 
-def _refuse(model: nn.Module, what: str) -> None:
+def _refuse(model: nn.Module, setting: str) -> None:
     shares = sum(layers_of_shared_keys(model))
     if shares and not is_off("shared-kv-reentrant-checkpointing"):
         raise UnknownArgumentError(
-            f"{what}: {shares} layers of this model attend to earlier ones' keys and values, through which "
+            f"{setting}: {shares} layers of this model attend to earlier ones' keys and values, through which "
             "reentrant checkpointing passes no gradient. Leave it out, or pass use_reentrant=False "
             "(CheckpointImpl.NO_REENTRANT)."
         )

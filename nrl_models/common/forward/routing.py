@@ -204,8 +204,8 @@ def engine_routing(
         if (highest := int(chosen.max())) >= experts:
             raise ValueError(f"the engine chose expert {highest} in layer {layer}, and {name} has {experts}")
         *before, _ = shapes
-        own = [torch.full(_on_batch(shape, len(choices), length), -1) for shape in before]
-        record[name] = [*own, chosen.reshape(_on_batch(shapes[-1], len(choices), length))]
+        model_choices = [torch.full(_on_batch(shape, len(choices), length), -1) for shape in before]
+        record[name] = [*model_choices, chosen.reshape(_on_batch(shapes[-1], len(choices), length))]
     return record
 
 
@@ -219,19 +219,19 @@ def _routers(model: nn.Module, count: int) -> dict[int, tuple[str, list[tuple[in
     tokens = torch.arange(_PROBE, device=device_of(model))[None]
     with random_states_kept(), own_routing(model), _recorder(model) as recorder:
         model(input_ids=tokens, use_cache=False)
-    found: dict[int, tuple[str, list[tuple[int, ...]], int]] = {}
+    routers: dict[int, tuple[str, list[tuple[int, ...]], int]] = {}
     for name, choices in recorder.record.items():
         shapes = [tuple(choice.shape) for choice in choices]
         number = next((int(part) for part in name.split(".") if part.isdigit()), None)
         per_token = shapes[-1] in ((_PROBE, count), (1, _PROBE, count))
         if number is None or not per_token:
             continue
-        if number in found:
-            raise ValueError(f"{found[number][0]} and {name} both choose {count} for each token: which are experts?")
-        found[number] = name, shapes, recorder.among[name]
-    if not found:
+        if number in routers:
+            raise ValueError(f"{routers[number][0]} and {name} both choose {count} for each token: which are experts?")
+        routers[number] = name, shapes, recorder.among[name]
+    if not routers:
         raise ValueError(f"no module of {type(model).__name__} chooses {count} experts for each token")
-    return found
+    return routers
 
 
 def _on_batch(shape: tuple[int, ...], rows: int, length: int) -> tuple[int, ...]:
@@ -292,8 +292,8 @@ class _RoutingRecorder(TorchFunctionMode):
             choices, (batch, made) = self.record.setdefault(name, []), self.calls[name]
             choice = result[1].detach()
             earlier = choices[made] if made < len(choices) else None
-            kept = choice.clone() if places is None else places.placed(choice, values.shape[dim], earlier)
-            choices[made : made + 1] = [kept]
+            recorded = choice.clone() if places is None else places.placed(choice, values.shape[dim], earlier)
+            choices[made : made + 1] = [recorded]
             self.calls[name] = batch, made + 1
         return result
 

@@ -74,7 +74,9 @@ class GGUFFiles(CheckpointFiles):
     @property
     def nbytes(self) -> int:
         """Stored size of all tensors in bytes."""
-        return sum(nbytes_of(tensor, self._kinds[tensor.kind]) for found in self._sources.values() for tensor in found)
+        return sum(
+            nbytes_of(tensor, self._kinds[tensor.kind]) for tensors in self._sources.values() for tensor in tensors
+        )
 
     def stored_as(self, tensor: StoredTensor) -> str:
         """Return GGUF's name of the tensor's type (`Q4_K`), or several names joined by plus signs."""
@@ -83,12 +85,12 @@ class GGUFFiles(CheckpointFiles):
     def read(self, tensor: StoredTensor) -> torch.Tensor:
         """Return the tensor's values in fp32, dequantized again in each call."""
         arrays = {source.name: self._dequantized(source) for source in self._sources[tensor.key]}
-        found = self._tables.undo(arrays).get(tensor.key)
-        if found is None or found.shape != tensor.shape:
-            shape = None if found is None else tuple(found.shape)
+        dequantized = self._tables.undo(arrays).get(tensor.key)
+        if dequantized is None or dequantized.shape != tensor.shape:
+            shape = None if dequantized is None else tuple(dequantized.shape)
             detail = f"is {shape} when it is read, expected {tensor.shape}: transformers' tables do not fit the file"
             raise refused(self.folder, [tensor.problem(ProblemKind.SHAPE, detail)], "report the file's architecture")
-        return found
+        return dequantized
 
     def read_joined(self, tensors: Sequence[StoredTensor], shape: tuple[int, ...]) -> torch.Tensor | None:
         """Return None, because no tensor is stored as plain bytes."""

@@ -323,11 +323,11 @@ class _Settings:
 
 
 def _yarn(factor: float, keys: Mapping[str, Any]) -> dict[str, Any]:
-    found = {name: keys[SCALING + key] for key, name in YARN.items() if keys.get(SCALING + key)}
+    parameters = {name: keys[SCALING + key] for key, name in YARN.items() if keys.get(SCALING + key)}
     scale = (keys.get(f"{SCALING}attn_factor") or 1.0) * (keys.get(f"{SCALING}yarn_attn_factor") or 1.0)
     if scale != 1.0:  # llama.cpp multiplies the factor of YaRN by it; transformers replaces that
-        found["attention_factor"] = scale * (0.1 * math.log(factor) + 1.0)
-    return {"rope_type": "yarn", "factor": factor, **found}
+        parameters["attention_factor"] = scale * (0.1 * math.log(factor) + 1.0)
+    return {"rope_type": "yarn", "factor": factor, **parameters}
 
 
 def _changes_nothing(key: str, value: Any) -> bool:

@@ -111,13 +111,13 @@ def _table_of(model_type: str, architecture: str) -> Mapping[str, Any]:
 
 def upstream_source(path: str | Path) -> tuple[str | Path, dict[str, Any]]:
     """Return path and keywords of transformers' `from_pretrained` to load a checkpoint's dequantized weights."""
-    found = resolve_folder(path)
-    if not is_gguf(found):
+    checkpoint = resolve_folder(path)
+    if not is_gguf(checkpoint):
         return path, {}
-    keywords: dict[str, Any] = {"gguf_file": found.name}
+    keywords: dict[str, Any] = {"gguf_file": checkpoint.name}
     if hasattr(transformers, "GgufConfig"):  # older transformers has only `gguf_file`
         keywords["quantization_config"] = transformers.GgufConfig(dequantize=True)
-    return found.parent, keywords
+    return checkpoint.parent, keywords
 
 
 def load_tokenizer(file: Path) -> Any | None:

@@ -200,17 +200,17 @@ def combine_groups(*groups: str) -> type[CombinedProjections]:
 
     Args:
         groups: Names of linears in row order, optionally with the group's name in front (default: `combined_name`) and
-            the place that the group is restricted to at the end: `"key value @ crossattention"`.
+            the location that the group is restricted to at the end: `"key value @ crossattention"`.
     """
     named, places = {}, {}
     for group in groups:
-        text, _, place = group.partition("@")
+        text, _, location = group.partition("@")
         name, _, text = text.rpartition(":")
         linears = tuple(text.split())
         name = name or combined_name(linears)
         named[name] = linears
-        if place:
-            places[name] = place.strip()
+        if location:
+            places[name] = location.strip()
     made = combine(**named)
     made.places = places
     return made

@@ -217,7 +217,7 @@ class LinearGroup(nn.Module):
     def _parameters_by_kind(self) -> dict[str, list[nn.Parameter]]:
         """Return the linears' weights, and their biases if all have one, by kind."""
         kinds = {kind: [linear._parameters.get(kind) for linear in self.linears.values()] for kind in KINDS}
-        return {kind: found for kind, found in kinds.items() if None not in found}  # type: ignore[misc]
+        return {kind: parameters for kind, parameters in kinds.items() if None not in parameters}  # type: ignore[misc]
 
     def _are_neighbors(self) -> bool:
         """Return True if all parameters are still at the location where `join` moved them."""
@@ -252,8 +252,8 @@ class LinearGroup(nn.Module):
             return joined_linear(inputs[0], *weights)
         linears = [linear._parameters for linear in self.linears.values()]
         return tuple(
-            F.linear(each, own["weight"], own.get("bias"))  # type: ignore[arg-type]
-            for each, own in zip(inputs, linears, strict=True)
+            F.linear(each, parameters["weight"], parameters.get("bias"))  # type: ignore[arg-type]
+            for each, parameters in zip(inputs, linears, strict=True)
         )
 
     def inputs_of_linears(self, input: torch.Tensor) -> list[torch.Tensor]:

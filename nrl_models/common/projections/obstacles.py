@@ -55,10 +55,10 @@ def difference_between(linears: Mapping[str, nn.Linear]) -> Obstacle | None:
         "device": {name: linear.weight.device for name, linear in linears.items()},
         "having a bias": {name: linear._parameters.get("bias") is not None for name, linear in linears.items()},
     }
-    for what, values in facts.items():
+    for attribute, values in facts.items():
         if len(set(values.values())) > 1:
             listed = ", ".join(f"{name} {value}" for name, value in values.items())
-            return Obstacle(ObstacleKind.UNLIKE, f"linears disagree in {what}: {listed}")
+            return Obstacle(ObstacleKind.UNLIKE, f"linears disagree in {attribute}: {listed}")
     return None
 
 
@@ -71,7 +71,7 @@ def obstacle_to_calls(linears: Mapping[str, nn.Linear]) -> Obstacle | None:
             return Obstacle(ObstacleKind.FORWARD, f"the forward of {name} was replaced")
     for kind in KINDS:
         parameters = {name: linear._parameters.get(kind) for name, linear in linears.items()}
-        learning = [name for name, found in parameters.items() if found is not None and found.requires_grad]
+        learning = [name for name, parameter in parameters.items() if parameter is not None and parameter.requires_grad]
         if learning and len(learning) < len(linears):
             message = f"of some linears only the {kind} is trained: {', '.join(learning)}"
             return Obstacle(ObstacleKind.TRAINING, message)

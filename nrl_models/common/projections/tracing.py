@@ -85,14 +85,14 @@ def trace_linears(model: nn.Module, run: Callable[[], Any]) -> Trace:
         run()
 
     together: dict[tuple[str, tuple[int, ...]], dict[str, nn.Linear]] = defaultdict(dict)
-    for (owner, name), given in inputs.items():
-        together[owner, tuple(map(id, given))][name] = linears[owner, name]
-    kept = kept_dtypes(model, torch.bfloat16)
+    for (owner, name), tensors in inputs.items():
+        together[owner, tuple(map(id, tensors))][name] = linears[owner, name]
+    kept_dtype = kept_dtypes(model, torch.bfloat16)
     readers = [
         reader
         for (owner, _), members in together.items()
         if len(members) > 1
-        for reader in _readers(owner, members, {name for name in members if (owner, name) in outside}, kept)
+        for reader in _readers(owner, members, {name for name in members if (owner, name) in outside}, kept_dtype)
     ]
     uncalled: dict[str, tuple[str, ...]] = {}
     for owner, name in linears:
@@ -102,7 +102,10 @@ def trace_linears(model: nn.Module, run: Callable[[], Any]) -> Trace:
 
 
 def _readers(
-    owner: str, linears: Mapping[str, nn.Linear], outside: Collection[str], kept: Callable[[str], torch.dtype | None]
+    owner: str,
+    linears: Mapping[str, nn.Linear],
+    outside: Collection[str],
+    kept_dtype: Callable[[str], torch.dtype | None],
 ) -> Iterator[Readers]:
     """Group linears with the same inputs, and check whether they can be fused.
 
@@ -110,7 +113,7 @@ def _readers(
         owner: Name of their module.
         linears: Linears by attribute name.
         outside: Linears that are called while their module is not running.
-        kept: See `kept_dtypes`.
+        kept_dtype: See `kept_dtypes`.
     """
     plain = {name: linear for name, linear in linears.items() if type(linear) is nn.Linear}
     if len(plain) < len(linears):
@@ -119,7 +122,7 @@ def _readers(
     if len(plain) < 2:
         return
     without_bias = [name for name, linear in plain.items() if linear.bias is None]
-    in_fp32 = {name for name in plain if kept(f"{owner}.{name}.weight".removeprefix("."))}
+    in_fp32 = {name for name in plain if kept_dtype(f"{owner}.{name}.weight".removeprefix("."))}
     obstacle = ""
     if without_bias and len(without_bias) < len(plain):
         obstacle = f"mixed bias: {', '.join(without_bias)} without"

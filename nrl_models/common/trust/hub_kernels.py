@@ -21,11 +21,12 @@ def refuse_hub_kernels(values: Mapping[str, Any], where: str) -> None:
     Raises:
         RemoteCodeError: Lists every such key.
     """
-    found = [f"{key}={value!r}" for key, value in _kernels(values)]
-    if found:
+    kernels = [f"{key}={value!r}" for key, value in _kernels(values)]
+    if kernels:
         raise RemoteCodeError(
-            f"{where} requests kernels of the hub, whose code would be downloaded and run: {', '.join(found)}. Remove "
-            "them there, and pass attn_implementation= yourself; or, if you trust the code, trust_remote_code=True."
+            f"{where} requests kernels of the hub, whose code would be downloaded and run: {', '.join(kernels)}. "
+            "Remove them there, and pass attn_implementation= yourself; or, if you trust the code, "
+            "trust_remote_code=True."
         )
 
 

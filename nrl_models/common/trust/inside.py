@@ -31,30 +31,30 @@ def files_inside(
     allowed, skipped = contents_of(root), {path.resolve() for path in left_out}
     problems: list[Problem] = []
 
-    def note(place: Path, detail: str) -> None:
-        problems.append(Problem(ProblemKind.FILE, str(place), detail))
+    def note(relative_path: Path, detail: str) -> None:
+        problems.append(Problem(ProblemKind.FILE, str(relative_path), detail))
 
     def below(folder: Path, at: Path, parents: tuple[Path, ...]) -> Iterator[tuple[Path, Path]]:
         """Yield the files of `folder`, which has relative path `at` and parent directories `parents`."""
         names = sorted(path.name for path in folder.iterdir())
         for name in sorted(set(names) - set(ignored(str(folder), names))):
-            path, place = folder / name, at / name
+            path, relative_path = folder / name, at / name
             try:
                 real = path.resolve(strict=True)
             except (OSError, RuntimeError):  # RuntimeError: links in a circle, before Python 3.13
-                note(place, "is a link that leads nowhere")
+                note(relative_path, "is a link that leads nowhere")
                 continue
             if not any(real.is_relative_to(directory) for directory in allowed):
-                note(place, f"is a link that leaves the directory, to {real}")
+                note(relative_path, f"is a link that leaves the directory, to {real}")
             elif real.is_dir():
                 if real in parents:
-                    note(place, f"is a link to {real}, which it is in")
+                    note(relative_path, f"is a link to {real}, which it is in")
                 elif real not in skipped:
-                    yield from below(path, place, (*parents, real))
+                    yield from below(path, relative_path, (*parents, real))
             elif real.is_file():
-                yield place, real
+                yield relative_path, real
             else:
-                note(place, "is neither a file nor a directory")
+                note(relative_path, "is neither a file nor a directory")
 
     files = dict(below(folder, Path(), (root,)))
     if problems:

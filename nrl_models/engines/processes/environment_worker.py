@@ -111,8 +111,8 @@ class VLLM:
     def _run(self, prompts: list[list[int]], seeds: list[int], options: dict[str, Any]) -> Any:
         """Run vLLM. Greedy decoding has no seeds."""
         options = options | {"detokenize": False}
-        own = seeds if options["temperature"] > 0 else [None] * len(prompts)
-        sampling = [self.vllm.SamplingParams(**options, seed=seed) for seed in own]
+        prompt_seeds = seeds if options["temperature"] > 0 else [None] * len(prompts)
+        sampling = [self.vllm.SamplingParams(**options, seed=seed) for seed in prompt_seeds]
         try:
             return self.llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], sampling, use_tqdm=False)
         except Exception:
@@ -127,10 +127,10 @@ def abort(llm: Any) -> None:
         llm.llm_engine.abort_request(list(getattr(processor, "external_req_ids", processor.request_states)))
 
 
-def chosen(places: Any, tokens: list[int]) -> list[float | None]:
+def chosen(positions: Any, tokens: list[int]) -> list[float | None]:
     """Look up the log-probability of each token by its id. NaN becomes None, because JSON lacks it."""
-    found = [float(place[token].logprob) for place, token in zip(places, tokens, strict=True)]
-    return [None if math.isnan(value) else value for value in found]
+    logprobs = [float(candidates[token].logprob) for candidates, token in zip(positions, tokens, strict=True)]
+    return [None if math.isnan(value) else value for value in logprobs]
 
 
 if __name__ == "__main__":

@@ -57,12 +57,12 @@ class MegatronModel(WorkerModel):
 
     def decoding(self) -> DecodingStep:
         """Return a step that recomputes the complete sequence."""
-        given: list[list[int]] = []
+        sequences: list[list[int]] = []
 
         @torch.no_grad()
         def step(new: list[list[int]]) -> torch.Tensor:
-            given[:] = [[*row, *tokens] for row, tokens in zip(given or [[]] * len(new), new, strict=True)]
-            return logits(self.model, torch.tensor(given, device=self.device))[:, -1].float().cpu()
+            sequences[:] = [[*row, *tokens] for row, tokens in zip(sequences or [[]] * len(new), new, strict=True)]
+            return logits(self.model, torch.tensor(sequences, device=self.device))[:, -1].float().cpu()
 
         return step
 
@@ -70,12 +70,12 @@ class MegatronModel(WorkerModel):
         """Load the received weights, see `WorkerModel.apply`."""
         arrived, self.arrived = self.arrived, {}
         adapter, targets = self.source.state_dict_adapter, RefitTargets(self.source, "megatron")
-        found = [targets.find(name, tensor) for name, tensor in arrived.items()]
-        own = adapter.from_hf(arrived, strict=False)
-        targets.require_tied({**targets.held, **own})
-        self.source.load_state_dict(own, strict=False)
+        matches = [targets.find(name, tensor) for name, tensor in arrived.items()]
+        state_dict = adapter.from_hf(arrived, strict=False)
+        targets.require_tied({**targets.held, **state_dict})
+        self.source.load_state_dict(state_dict, strict=False)
         load(self.model, adapter, self.source.state_dict())
-        return {"unwritten": sorted(targets.missing({target.name for target in found if target is not None}))}
+        return {"unwritten": sorted(targets.missing({target.name for target in matches if target is not None}))}
 
 
 if __name__ == "__main__":

@@ -92,7 +92,7 @@ class MLXModel(WorkerModel):
     def decoding(self) -> DecodingStep:
         """Return a decoding step that uses mlx-lm's cache."""
         cache = make_prompt_cache(self.model)
-        return lambda given: as_torch(self.model(mx.array(given), cache=cache)[:, -1])
+        return lambda new_tokens: as_torch(self.model(mx.array(new_tokens), cache=cache)[:, -1])
 
     # New weights
 
@@ -105,8 +105,8 @@ class MLXModel(WorkerModel):
     def apply(self) -> dict[str, Any]:
         """Load the received weights. If the model does not accept some of them, nothing changes."""
         arrived, self.arrived = self.arrived, {}
-        own = dict(tree_flatten(self.model.parameters()))
-        _require_tied(arrived, own)
+        parameters = dict(tree_flatten(self.model.parameters()))
+        _require_tied(arrived, parameters)
         _require_all_experts(arrived)
         if hasattr(self.model, "sanitize"):
             # Use another instance of the class, which only sanitizes: a model with tied embeddings may drop the head.
@@ -115,21 +115,21 @@ class MLXModel(WorkerModel):
             arrived = model_class(args).sanitize(arrived)
         wrong = [
             f"{name} of shape {tuple(value.shape)}: "
-            + (f"expected {tuple(own[name].shape)}" if name in own else "the model has no such tensor")
+            + (f"expected {tuple(parameters[name].shape)}" if name in parameters else "the model has no such tensor")
             for name, value in arrived.items()
-            if name not in own or own[name].shape != value.shape
+            if name not in parameters or parameters[name].shape != value.shape
         ]
         wrong += [
-            wrong_kind(name, _torch_dtype(value), _torch_dtype(own[name]))
+            wrong_kind(name, _torch_dtype(value), _torch_dtype(parameters[name]))
             for name, value in arrived.items()
-            if name in own and not same_kind(_torch_dtype(value), _torch_dtype(own[name]))
+            if name in parameters and not same_kind(_torch_dtype(value), _torch_dtype(parameters[name]))
         ]
         if wrong:
             raise ValueError("; ".join(wrong[:4]))
-        new = {name: value.astype(own[name].dtype) for name, value in arrived.items()}
+        new = {name: value.astype(parameters[name].dtype) for name, value in arrived.items()}
         mx.eval(new)
         self.model.load_weights(list(new.items()), strict=False)
-        return {"unwritten": sorted(own.keys() - new.keys())}
+        return {"unwritten": sorted(parameters.keys() - new.keys())}
 
 
 def _torch_dtype(value: mx.array) -> torch.dtype:
@@ -159,14 +159,14 @@ def _require_all_experts(names: Collection[str]) -> None:
         raise EngineError(f"the refit lacks {listed(missing)}, which mlx-lm stacks with others: send all weights")
 
 
-def _require_tied(arrived: dict[str, mx.array], own: Collection[str]) -> None:
+def _require_tied(arrived: dict[str, mx.array], parameters: Collection[str]) -> None:
     """Check that a head sent to a model without one equals the embeddings, because mlx-lm would drop it.
 
     Raises:
         EngineError: If it differs from all tensors of its shape in the refit.
     """
     for name, head in arrived.items():
-        if name.endswith(HEAD) and not any(each.endswith(HEAD) for each in own):
+        if name.endswith(HEAD) and not any(each.endswith(HEAD) for each in parameters):
             others = {other: value for other, value in arrived.items() if other != name and value.shape == head.shape}
             if not any(mx.array_equal(value, head).item() for value in others.values()):
                 raise EngineError(tied_apart(name, listed(others) or "the embeddings"))
@@ -182,31 +182,31 @@ def with_older_keys(config: dict[str, Any], stated: dict[str, Any]) -> dict[str,
         config: The configuration as transformers completes it.
         stated: The keys in the file. None is only passed if the file has it. mlx-lm has defaults for missing keys.
     """
-    found: dict[str, Any] = {
+    settings: dict[str, Any] = {
         name: with_older_keys(value, stated.get(name) or {})
         if name.endswith("_config") and name != "per_layer_config" and isinstance(value, dict)
         else value
         for name, value in config.items()
     }
-    older: dict[str, Any] = {name[1:]: value for name, value in found.items() if name.startswith("_")}
-    model_type = str(found.get("model_type"))
+    older: dict[str, Any] = {name[1:]: value for name, value in settings.items() if name.startswith("_")}
+    model_type = str(settings.get("model_type"))
     newer = CONFIG_MAPPING[model_type].attribute_map if model_type in CONFIG_MAPPING else {}
     for older_name, name in newer.items():
-        older[older_name] = found.get(name)
-    heads = found.get("num_attention_heads")
-    if isinstance(heads, int) and "hidden_size" in found:
-        older["head_dim"] = found["hidden_size"] // heads
-    if isinstance(words := found.get("text_config"), dict):
+        older[older_name] = settings.get(name)
+    heads = settings.get("num_attention_heads")
+    if isinstance(heads, int) and "hidden_size" in settings:
+        older["head_dim"] = settings["hidden_size"] // heads
+    if isinstance(words := settings.get("text_config"), dict):
         if "vocab_size" in words:
             older["vocab_size"] = words["vocab_size"]
         if "tie_word_embeddings" in stated:  # in transformers, this belongs to the complete model
-            found["text_config"] = words | {"tie_word_embeddings": stated["tie_word_embeddings"]}
-    older |= _older_rope(found.get("rope_parameters") or {})
-    found |= _older_layers(found)
+            settings["text_config"] = words | {"tie_word_embeddings": stated["tie_word_embeddings"]}
+    older |= _older_rope(settings.get("rope_parameters") or {})
+    settings |= _older_layers(settings)
     return (
-        {name: None for name in stated if name in found}
-        | {name: value for name, value in older.items() if found.get(name) is None}
-        | {name: value for name, value in found.items() if value is not None}
+        {name: None for name in stated if name in settings}
+        | {name: value for name, value in older.items() if settings.get(name) is None}
+        | {name: value for name, value in settings.items() if value is not None}
     )
 
 
@@ -220,19 +220,19 @@ def _older_rope(rope: dict[str, Any]) -> dict[str, Any]:
     return older | {"rope_scaling": None if rope.get("rope_type", "default") == "default" else rope}
 
 
-def _older_layers(found: dict[str, Any]) -> dict[str, Any]:
+def _older_layers(settings: dict[str, Any]) -> dict[str, Any]:
     """Return older keys for different kinds of layers: the interval of full attention, and its separate sizes.
 
     If `layer_types` exists, transformers uses only it, so the older keys may contradict it.
     """
-    kinds = found.get("layer_types") or []
+    kinds = settings.get("layer_types") or []
     full = [index for index, kind in enumerate(kinds) if kind == "full_attention"]
     older: dict[str, Any] = {}
     if full and full == list(range(full[0], len(kinds), full[0] + 1)):
         key = "full_attention_interval" if "linear_attention" in kinds else "sliding_window_pattern"
-        if not isinstance(found.get(key), str):
+        if not isinstance(settings.get(key), str):
             older[key] = full[0] + 1
-    layers = {int(layer): values for layer, values in (found.get("per_layer_config") or {}).items()}
+    layers = {int(layer): values for layer, values in (settings.get("per_layer_config") or {}).items()}
     if full and all(layers.get(index) == layers.get(full[0]) for index in full):
         for name, value in (layers.get(full[0]) or {}).items():
             older["num_global_" + name.removeprefix("num_") if name.startswith("num_") else f"global_{name}"] = value

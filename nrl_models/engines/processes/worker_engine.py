@@ -143,24 +143,24 @@ class WorkerEngine(Engine):
         asked = {"call": "score", "sequences": sequences, "sampling": asdict(sampling), "last": last}
         answer = self._checked.listed(self.worker.ask(asked).get("scores"), "scores", len(sequences))
         return [
-            [math.nan, *self._checked.logprobs(found, f"scores[{number}]", len(tokens) - 1)]
-            for number, (found, tokens) in enumerate(zip(answer, sequences, strict=True))
+            [math.nan, *self._checked.logprobs(scores, f"scores[{number}]", len(tokens) - 1)]
+            for number, (scores, tokens) in enumerate(zip(answer, sequences, strict=True))
         ]
 
     def _refit(self, sent: Iterator[list[NamedTensor]], digests: bool) -> dict[str, Any]:
         """Send tensors. The worker keeps them until all have arrived, then applies all or none."""
         self.worker.ask({"call": "begin"})
-        found: dict[str, str] = {}
+        all_digests: dict[str, str] = {}
         for bucket in sent:
             with message_of(bucket, LOCAL) as message:
-                found |= self.worker.ask({"call": "receive", "message": message, "digests": digests})["digests"]
+                all_digests |= self.worker.ask({"call": "receive", "message": message, "digests": digests})["digests"]
         self._changed = True  # after an interrupted call, the worker may still apply the tensors
         try:
             unwritten = self.worker.ask({"call": "apply"})["unwritten"]
         except EngineError:
             self._changed = False
             raise
-        return {"digests": found, "unwritten": unwritten, "stale_buffers": []}
+        return {"digests": all_digests, "unwritten": unwritten, "stale_buffers": []}
 
     def close(self) -> None:
         """End the process."""

@@ -41,10 +41,10 @@ class WorkerModel(ABC):
 
     def receive(self, message: Message, digests: bool) -> dict[str, Any]:
         """Keep the new weights of a message in `arrived`. Returns `digests` by name, if requested."""
-        found: dict[str, str] = {}
+        digests_by_name: dict[str, str] = {}
         tensors = tensors_of(message)
-        self.arrived |= dict(digested(tensors, found) if digests else tensors)
-        return {"digests": found}
+        self.arrived |= dict(digested(tensors, digests_by_name) if digests else tensors)
+        return {"digests": digests_by_name}
 
     @abstractmethod
     def apply(self) -> dict[str, Any]:
@@ -64,7 +64,7 @@ class WorkerModel(ABC):
             batch = [prompts[index] for index in indices]
             sampled = self._sample(batch, Sampling(**sampling), max_new_tokens, [seeds[index] for index in indices])
             for index, (tokens, logprobs) in zip(indices, sampled, strict=True):
-                stop = next((place for place, token in enumerate(tokens) if token in (ends or ())), None)
+                stop = next((position for position, token in enumerate(tokens) if token in (ends or ())), None)
                 size = None if stop is None else stop + 1
                 samples[index] = {
                     "tokens": tokens[:size],
@@ -78,9 +78,9 @@ class WorkerModel(ABC):
     ) -> list[tuple[list[int], list[float]]]:
         """Sample `count` tokens for each prompt. Returns tokens and log-probabilities of each prompt."""
         generators = [torch.Generator().manual_seed(seed) for seed in seeds]
-        step, given, tokens, logprobs = self.decoding(), batch, [], []
+        step, new_tokens, tokens, logprobs = self.decoding(), batch, [], []
         for _ in range(count):
-            logs = processed(step(given), sampling).log_softmax(-1)
+            logs = processed(step(new_tokens), sampling).log_softmax(-1)
             if sampling.greedy:
                 chosen = logs.argmax(-1)
             else:
@@ -88,7 +88,7 @@ class WorkerModel(ABC):
                 chosen = torch.cat([torch.multinomial(row, 1, generator=generator) for row, generator in pairs])
             tokens.append(chosen)
             logprobs.append(logs.gather(-1, chosen[:, None])[:, 0])
-            given = chosen[:, None].tolist()
+            new_tokens = chosen[:, None].tolist()
         columns = torch.stack(tokens, 1).tolist(), torch.stack(logprobs, 1).tolist()
         return list(zip(*columns, strict=True))
 
@@ -101,8 +101,8 @@ class WorkerModel(ABC):
             asked = len(tokens) - 1 if last is None else min(last, len(tokens) - 1)
             logits = self.logits(tokens)[-asked - 1 : -1]
             logs = processed(logits, Sampling(**sampling)).log_softmax(-1)
-            found = logs.gather(-1, torch.tensor(tokens[len(tokens) - asked :])[:, None])[:, 0].tolist()
-            scores.append([*[None] * (len(tokens) - 1 - asked), *finite(found)])
+            logprobs = logs.gather(-1, torch.tensor(tokens[len(tokens) - asked :])[:, None])[:, 0].tolist()
+            scores.append([*[None] * (len(tokens) - 1 - asked), *finite(logprobs)])
         return {"scores": scores}
 
 

@@ -29,15 +29,15 @@ class WorkerProcess:
 
     Args:
         command: Program and arguments.
-        who: Engine name shown in errors.
+        engine_name: Engine name shown in errors.
         environment: Environment variables.
 
     Raises:
         EngineError: If the program does not start.
     """
 
-    def __init__(self, command: Sequence[str], who: str, environment: Mapping[str, str]) -> None:
-        self.who = who
+    def __init__(self, command: Sequence[str], engine_name: str, environment: Mapping[str, str]) -> None:
+        self.who = engine_name
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - open as long as the process
         try:
             self.process = subprocess.Popen(

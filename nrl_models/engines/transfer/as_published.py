@@ -58,7 +58,7 @@ def _hidden_size(module: Any) -> int | None:
 
 def _oriented(name: str, tensor: torch.Tensor, hidden: int) -> torch.Tensor:
     """Return a stack of experts as `(experts, in, out)`; other tensors are unchanged."""
-    dimension = next((place for ending, place in STACKS.items() if name.endswith(ending)), None)
+    dimension = next((dim for ending, dim in STACKS.items() if name.endswith(ending)), None)
     if dimension is None:
         return tensor
     if tensor.shape[1] == tensor.shape[2]:

@@ -46,8 +46,8 @@ class ServerClient:
 
     def checksums(self) -> dict[str, str]:
         """Return a checksum of each tensor in the server's workers, from vLLM's `/weight_checker`."""
-        found = self._checked.mapping(self._request("POST", "/weight_checker", {"action": "checksum"}), "it")
-        listed = self._checked.mapping(found.get("checksums"), "checksums")
+        answer = self._checked.mapping(self._request("POST", "/weight_checker", {"action": "checksum"}), "it")
+        listed = self._checked.mapping(answer.get("checksums"), "checksums")
         return {name: self._checked.text(checksum, "a checksum") for name, checksum in listed.items()}
 
     def pause(self) -> None:

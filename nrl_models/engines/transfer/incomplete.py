@@ -26,8 +26,8 @@ def holes_in(module: torch.nn.Module, info: Any) -> dict[str, tuple[int, int]]:
         for fill in (math.nan,) if tensor.is_floating_point() else (0, 1):
             target: Any = torch.full(tuple(tensor.shape), fill, dtype=tensor.dtype, device=info.restore_device)
             target.__class__, target.__dict__ = tensor.__class__, tensor.__dict__.copy()
-            for own, bound in info.loaded_weights:
-                if own == name:
+            for loaded_name, bound in info.loaded_weights:
+                if loaded_name == name:
                     again = type(bound)(bound.signature, {**bound.arguments, "param": target})
                     _get_original_loader(tensor)(*again.args, **again.kwargs)
             filled.append(target.data)
@@ -46,12 +46,12 @@ def kept_tensors(model: torch.nn.Module) -> Iterator[YieldedTensor]:
     from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
     for name, module in model.named_modules():
-        for own, bound in get_layerwise_info(module).loaded_weights:
+        for tensor_name, bound in get_layerwise_info(module).loaded_weights:
             for key, value in bound.arguments.items():
                 if key != "param" and isinstance(value, torch.Tensor) and not value.is_inference():
-                    yield YieldedTensor(joined(name, own), value)
+                    yield YieldedTensor(joined(name, tensor_name), value)
 
 
-def joined(module: str, own: str) -> str:
+def joined(module: str, tensor_name: str) -> str:
     """Return the name in the model of a tensor of a module. The model's own name is empty."""
-    return f"{module}.{own}" if module else own
+    return f"{module}.{tensor_name}" if module else tensor_name

@@ -120,14 +120,14 @@ class WeightReload:
                 yield name, tensor
 
     def _load(self, tensors: Iterable[NamedTensor]) -> None:
-        given = list(self._noted(tensors))
-        sent = {tensor.dtype for _, tensor in given}
+        named_tensors = list(self._noted(tensors))
+        sent = {tensor.dtype for _, tensor in named_tensors}
         # The check sees every operation, which takes as long as the reload. Usually, no conversion can be wrong.
         pairs = [(dtype, held) for dtype in sent for held in self._dtypes]
         is_safe = all(same_kind(*pair) and keeps_range(*pair) for pair in pairs)
         kinds = None if is_safe else _SameKind()
         with self._loading(), kinds or nullcontext():
-            published = as_published(self.model, given if kinds is None else kinds.named(given))
+            published = as_published(self.model, named_tensors if kinds is None else kinds.named(named_tensors))
             self._loaded |= set(self.model.load_weights(published) or ())
 
     def _noted(self, tensors: Iterable[NamedTensor]) -> Iterator[NamedTensor]:
@@ -176,19 +176,24 @@ class WeightReload:
             if info.can_load() and 0 < info.load_numel < (info.load_numel_total or 0):
                 with self._loading():
                     holes = holes_in(module, info)
-                lacking |= {joined(name, own): self._described(name, own, *sizes) for own, sizes in holes.items()}
-                own_names = {joined(name, own) for own in (*module._parameters, *module._buffers)}
+                lacking |= {
+                    joined(name, tensor_name): self._described(name, tensor_name, *sizes)
+                    for tensor_name, sizes in holes.items()
+                }
+                own_names = {joined(name, tensor_name) for tensor_name in (*module._parameters, *module._buffers)}
                 lacking |= {each: f"{each} (not sent)" for each in own_names & absent}
         return lacking
 
-    def _described(self, module: str, own: str, missing: int, total: int) -> str:
+    def _described(self, module: str, tensor_name: str, missing: int, total: int) -> str:
         """Describe the missing part of a parameter: hub names that vLLM fuses into it, and the number of elements."""
         owner, _, fused = module.rpartition(".")
         parts = (getattr(self.model, "packed_modules_mapping", None) or {}).get(fused, [])
         layer = ".".join(owner.split(".")[-3:])
-        absent = [part for part in parts if not any(name.endswith(f"{layer}.{part}.{own}") for name in self._given)]
+        absent = [
+            part for part in parts if not any(name.endswith(f"{layer}.{part}.{tensor_name}") for name in self._given)
+        ]
         names = f"without {' and '.join(absent)}, " if 0 < len(absent) < len(parts) else ""
-        return f"{joined(module, own)} ({names}{missing:,} of {total:,} elements not sent)"
+        return f"{joined(module, tensor_name)} ({names}{missing:,} of {total:,} elements not sent)"
 
     def finish(self) -> Unwritten:
         """Apply the new weights, and return the unwritten ones. Incomplete modules keep their old weights.
@@ -202,21 +207,21 @@ class WeightReload:
         self._require_kept()
         lacking = self.lacking()
         incomplete = {name.rpartition(".")[0] for name in lacking}
-        kept: list[str] = []
+        dropped: list[str] = []
         missed = set()
         for name, module in self.model.named_modules():
             info = _info(module)
             if not (info.can_load() and info.load_numel_total):
                 continue
             if name in incomplete:
-                names = dict.fromkeys(joined(name, own) for own, _ in info.loaded_weights)
-                kept += [lacking.get(each, f"{each} (its module lacks another tensor)") for each in names]
+                names = dict.fromkeys(joined(name, tensor_name) for tensor_name, _ in info.loaded_weights)
+                dropped += [lacking.get(each, f"{each} (its module lacks another tensor)") for each in names]
                 _drop(info)
             elif not info.load_numel and module not in self._tied:
                 # A loader may bypass vLLM's reload and report weights as written. The reload then restores old ones.
-                missed |= {joined(name, own) for own, _ in module.named_parameters(recurse=False)}
+                missed |= {joined(name, tensor_name) for tensor_name, _ in module.named_parameters(recurse=False)}
         self._end()
-        return Unwritten((*kept, *self._left(self._parameters, missed)), self._left(self._buffers))
+        return Unwritten((*dropped, *self._left(self._parameters, missed)), self._left(self._buffers))
 
     @staticmethod
     def clean_cache(vllm_config: Any) -> None:
@@ -324,9 +329,9 @@ def _info(module: torch.nn.Module) -> Any:
 def _names(tensors: Iterable[NamedTensor]) -> list[tuple[str, ...]]:
     """Return all names of each tensor. A layer may be in a model twice, and its loader may report only one name."""
     names: dict[int, list[str]] = {}
-    kept = []  # keeps objects alive, so that ids are unique
+    references = []  # keeps objects alive, so that ids are unique
     for name, tensor in tensors:
-        kept.append(tensor)
+        references.append(tensor)
         names.setdefault(id(tensor), []).append(name)
     return [tuple(aliases) for aliases in names.values()]
 

@@ -61,9 +61,9 @@ class Segment:
         if not hasattr(os, "memfd_create"):
             raise EngineError("weights cannot be shared in memory: this needs Linux (memfd_create)")
         token = secrets.token_hex(16)
-        whole = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+        cpu_tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
         # Written without safetensors, which copies all data first, or writes to another path and renames the file.
-        header, ordered = _header(whole, {**(text or {}), _TOKEN: token})
+        header, ordered = _header(cpu_tensors, {**(text or {}), _TOKEN: token})
         nbytes = len(header) + sum(tensor.nbytes for tensor in ordered)
         try:
             descriptor = os.memfd_create("nrl_models", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -89,22 +89,22 @@ class Segment:
         """
         path = f"/proc/{self.pid}/fd/{self.descriptor}"
         try:
-            own = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+            descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         except OSError as error:
             raise EngineError(
                 f"the trainer's shared memory cannot be opened ({one_line(error)}): trainer and engine have to run on "
                 "one machine as one user and see each other's processes, and the trainer has to be alive"
             ) from error
         try:
-            if fcntl.fcntl(own, fcntl.F_GET_SEALS) & _all_seals() != _all_seals():
+            if fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & _all_seals() != _all_seals():
                 raise OSError("it can still be changed")
-            with safetensors.safe_open(f"/proc/self/fd/{own}", framework="pt") as file:
+            with safetensors.safe_open(f"/proc/self/fd/{descriptor}", framework="pt") as file:
                 text: dict[str, str] = file.metadata() or {}
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         except (OSError, safetensors.SafetensorError) as error:
             raise EngineError(f"{path} is not a trainer's shared memory: {one_line(error)}") from error
         finally:
-            os.close(own)
+            os.close(descriptor)
         if not secrets.compare_digest(text.pop(_TOKEN, ""), self.token):
             raise EngineError(f"{path} is another trainer's shared memory than the one announced")
         return tensors, text
@@ -125,7 +125,7 @@ class Segment:
             EngineError: If the value is invalid.
         """
         types = {"pid": int, "descriptor": int, "token": str, "nbytes": int}
-        fits = isinstance(value, dict) and {key: type(found) for key, found in value.items()} == types
+        fits = isinstance(value, dict) and {key: type(field) for key, field in value.items()} == types
         if not fits or min(value["pid"], value["descriptor"], value["nbytes"]) < 0 or not value["token"].isascii():
             raise EngineError(f"{shown(value)} is not a segment of shared memory: expected {', '.join(types)}")
         return Segment(**value)

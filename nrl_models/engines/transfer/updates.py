@@ -145,10 +145,10 @@ def made_of(update: Update, last: Weights | None) -> tuple[Weights, frozenset[st
             raise EngineError(
                 "this engine keeps no weights that a delta could change: it was started with deltas=False"
             )
-        found: dict[str, torch.Tensor] = {}
+        patched_tensors: dict[str, torch.Tensor] = {}
         for segment in update.segments:
-            found |= dict(patched(last.tensors, *segment.read()))
-        made, changed = last.after(update.version, found), frozenset(found)
+            patched_tensors |= dict(patched(last.tensors, *segment.read()))
+        made, changed = last.after(update.version, patched_tensors), frozenset(patched_tensors)
     if made.digest != update.digest:
         raise EngineError(
             f"version {update.version!r} arrived damaged: its digest is {made.digest}, and was {update.digest} where "

@@ -156,19 +156,19 @@ class SharedMemoryEngine(WeightTransferEngine[SharedMemoryInit, SharedMemoryUpda
                 reload.note_tied(name, tensor)
             reload.require_tied()
             reload.load((name, tensors[name]) for name in some)
-            whole = len(some) == len(tensors)
-            if not whole and reload.lacking():
+            full_reload = len(some) == len(tensors)
+            if not full_reload and reload.lacking():
                 # A module of vLLM consists of tensors of several layers.
                 loaded = set(some)
                 reload.load((name, tensor) for name, tensor in tensors.items() if name not in loaded)
-                whole = True
+                full_reload = True
             left = reload.finish()
             reload.clean_cache(self.vllm_config)
         except Exception as error:
             if reload.abandon():
                 raise MixedWeightsError(one_line(error)) from error
             raise
-        if not whole:
+        if not full_reload:
             return
         if missing := [*left.parameters, *left.buffers]:
             raise MixedWeightsError(f"{len(missing)} tensors were left unwritten: {listed(missing)}")

@@ -46,11 +46,11 @@ def takes_raw_images(llm: Any) -> bool:
 
 def with_images(prompts: Sequence[Tokens], images: Sequence[Sequence[Any]] | None) -> list[dict[str, Any]]:
     """Return prompts in the form that `vllm.LLM.generate` accepts."""
-    found: list[dict[str, Any]] = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
-    for prompt, own in zip(found, images or [()] * len(found), strict=True):
-        if own:
-            prompt["multi_modal_data"] = {"image": list(own)}
-    return found
+    vllm_prompts: list[dict[str, Any]] = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
+    for prompt, prompt_images in zip(vllm_prompts, images or [()] * len(vllm_prompts), strict=True):
+        if prompt_images:
+            prompt["multi_modal_data"] = {"image": list(prompt_images)}
+    return vllm_prompts
 
 
 class ImageWorker:

@@ -41,16 +41,16 @@ def adapter_modules(manager: Any, number: int) -> dict[str, list[str]]:
         split = parts(name)
         pairs = [(lora.lora_a, lora.lora_b)] if split == [name] else zip(lora.lora_a, lora.lora_b, strict=True)
         complete = {
-            place: (part, *pair)
-            for place, (part, pair) in enumerate(zip(split, pairs, strict=True))
+            index: (part, *pair)
+            for index, (part, pair) in enumerate(zip(split, pairs, strict=True))
             if all(side is not None for side in pair)
         }
         sent += [part for part, *_ in complete.values()]
         sizes = _sizes(manager.modules.get(name))
         misfits += [
-            f"{part} ({before.shape[1]} to {after.shape[0]}, expected {' to '.join(map(str, sizes[place]))})"
-            for place, (part, before, after) in complete.items()
-            if place < len(sizes) and (before.shape[1], after.shape[0]) != sizes[place]
+            f"{part} ({before.shape[1]} to {after.shape[0]}, expected {' to '.join(map(str, sizes[index]))})"
+            for index, (part, before, after) in complete.items()
+            if index < len(sizes) and (before.shape[1], after.shape[0]) != sizes[index]
         ]
     return {"sent": sent, "wrapped": [part for name in manager.modules for part in parts(name)], "misfits": misfits}
 

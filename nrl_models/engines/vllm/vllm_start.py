@@ -50,7 +50,9 @@ def needs_its_weights(path: str | Path) -> bool:
     if is_off("engine-dummy-buffers"):
         return False
     classes = map(registry.model_class, read_config(resolve_folder(path)).architectures or [])
-    return any(ModelFlag.VLLM_LOAD_FORMAT_AUTO in getattr(found, "flags", ModelFlag.NONE) for found in classes)
+    return any(
+        ModelFlag.VLLM_LOAD_FORMAT_AUTO in getattr(model_class, "flags", ModelFlag.NONE) for model_class in classes
+    )
 
 
 def runs_transformers_classes(path: str | Path) -> bool:

@@ -90,9 +90,9 @@ class ConsistencyWorker(ImageWorker):
 
     def nrl_refit_load(self, message: Message, digests: bool) -> None:
         """Load some weights, by hub name."""
-        given = tensors_of(message)
+        tensors = tensors_of(message)
         assert self._nrl_reload is not None
-        self._nrl_reload.load(digested(given, self._nrl_digests) if digests else given)
+        self._nrl_reload.load(digested(tensors, self._nrl_digests) if digests else tensors)
 
     def nrl_refit_finish(self) -> dict[str, Any]:
         """Apply the new weights. Return their digests, and the names of unwritten parameters and stale buffers."""

@@ -63,7 +63,7 @@ class KimiVLConfig(PreTrainedConfig):
     def __post_init__(self, **kwargs: Any) -> None:
         """Convert dictionaries of the sub-configurations to configuration objects."""
         for name, kind, default in (("vision_config", MoonViTConfig, {}), ("text_config", DeepseekV3Config, MOONLIGHT)):
-            given = getattr(self, name)
-            if given is None or isinstance(given, dict):
-                setattr(self, name, kind(**(default if given is None else given)))
+            sub_config = getattr(self, name)
+            if sub_config is None or isinstance(sub_config, dict):
+                setattr(self, name, kind(**(default if sub_config is None else sub_config)))
         super().__post_init__(**kwargs)

@@ -68,11 +68,11 @@ def rewritten_layer(layer: type[nn.Module]) -> type[nn.Module] | None:
 @cache
 def _declared_layers(family: str) -> Mapping[type[nn.Module], type[nn.Module]]:
     """Return the rewritten layers by layer class, for a family with a separate folder."""
-    found: dict[type[nn.Module], type[nn.Module]] = {}
+    rewrites: dict[type[nn.Module], type[nn.Module]] = {}
     for value in vars(import_module(module_of(family))).values():
         if isinstance(value, type) and issubclass(value, FamilyModel):
-            found |= value.rewrites
-    return found
+            rewrites |= value.rewrites
+    return rewrites
 
 
 def _package_of(layer: type[nn.Module]) -> str:

@@ -88,12 +88,12 @@ class Row:
 
     def limits_of(self, architecture: str) -> dict[str, str]:
         """Return the limits of one architecture: the reason for each feature."""
-        found = {}
+        limits = {}
         for key, reason in self.limits.items():
             name, _, feature = key.rpartition(": ")
             if name in ("", architecture):
-                found[feature] = reason
-        return found
+                limits[feature] = reason
+        return limits
 
 
 QKV = "q_proj k_proj v_proj"
