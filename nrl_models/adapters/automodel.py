@@ -79,10 +79,10 @@ def model_for_automodel(model_class: type[FamilyModel]) -> type[FamilyModel]:
         def __init__(self, ours: adapter.StateDictAdapter) -> None:
             self.__dict__ |= ours.__dict__
 
-        def to_hf(self, state_dict: Mapping[str, Any], *given: Any, **options: Any) -> dict[str, Any]:
+        def to_hf(self, state_dict: Mapping[str, Any], *args: Any, **options: Any) -> dict[str, Any]:
             """Convert as the base method does, without tied duplicates, which no file contains."""
             once = {name: tensor for name, tensor in state_dict.items() if self.tied.get(name) not in state_dict}
-            return super().to_hf(once, *given, **options)
+            return super().to_hf(once, *args, **options)
 
     def state_dict_adapter(self: Any) -> Adapter:
         return Adapter(super(made, self).state_dict_adapter)

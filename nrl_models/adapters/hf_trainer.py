@@ -61,6 +61,6 @@ def watch(trainer: Any, engine: Engine, *, every: int = 1, **options: Any) -> Wa
         UnknownArgumentError: `every` is below 1, or an option is wrong.
     """
     options.setdefault("log", lambda values, step: trainer.log(values))
-    found = Watch(trainer.model, engine, **options)
-    trainer.add_callback(RefitCallback(found, every))
-    return found
+    watcher = Watch(trainer.model, engine, **options)
+    trainer.add_callback(RefitCallback(watcher, every))
+    return watcher

@@ -44,9 +44,9 @@ def check_trainer(requirement: str) -> None:
     Raises:
         TrainerError: If it is not installed, or has another version.
     """
-    if (found := unmet(Requirement(requirement))) is not None:
+    if (mismatch := unmet(Requirement(requirement))) is not None:
         raise TrainerError(
-            f"this adapter needs {found}. Install that version, or an nrl_models with an adapter for yours."
+            f"this adapter needs {mismatch}. Install that version, or an nrl_models with an adapter for yours."
         )
 
 
@@ -103,10 +103,10 @@ class HubStream:
         """Yield each tensor once, under its saved name. Drops tensors that are tied to a tensor yielded before."""
         seen = set()
         for name, tensor in tensors:
-            kept = tied.get(own_name(name), own_name(name))
-            if kept not in seen:
-                seen.add(kept)
-                yield kept, tensor
+            saved_name = tied.get(own_name(name), own_name(name))
+            if saved_name not in seen:
+                seen.add(saved_name)
+                yield saved_name, tensor
 
 
 def _check_tied_adapters(model: nn.Module, tied: Mapping[str, str]) -> None:
@@ -125,11 +125,13 @@ def _check_tied_adapters(model: nn.Module, tied: Mapping[str, str]) -> None:
         return [layer for layer in wrapper.modules() if isinstance(layer, peft_types()[:1])]
 
     problems = []
-    for name, kept in tied.items():
-        first, second = tuners_on(name), tuners_on(kept)
+    for name, saved_name in tied.items():
+        first, second = tuners_on(name), tuners_on(saved_name)
         replaces_rows = all("trainable_tokens_delta" in tuner.adapter_layer_names for tuner in (*first, *second))
         if not (replaces_rows and _parameters_in(first) == _parameters_in(second)):
-            detail = f"is tied to {kept}, and trainers merge adapters in place: both weights would get every adapter"
+            detail = (
+                f"is tied to {saved_name}, and trainers merge adapters in place: both weights would get every adapter"
+            )
             problems.append(Problem(ProblemKind.TIED, name, detail, advice=_TIED_ADVICE))
     if problems:
         raise StateDictError("the adapters of tied weights cannot be merged in place", problems)

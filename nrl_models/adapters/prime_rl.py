@@ -54,17 +54,17 @@ def register(*architectures: str) -> list[str]:
         AutoModelForCausalLM: models._CUSTOM_CAUSAL_LM_BY_MODEL_TYPE,
         AutoModelForImageTextToText: models._CUSTOM_VLM_MAPPING,
     }
-    found: dict[str, tuple[Any, dict[str, Any]]] = {
+    registrations: dict[str, tuple[Any, dict[str, Any]]] = {
         name: (registry.model_class(name), by_model_type)
         for name in architectures or registry.architectures(aliases=False)
         for auto_class, by_model_type in kinds.items()
         if auto_class.serves(name) and name in registry.MODEL_ARCH_MAPPING and not registry.unmet_requirement(name)
     }
-    if unknown := [name for name in architectures if name not in found]:
+    if unknown := [name for name in architectures if name not in registrations]:
         raise UnknownArchitectureError(f"not registered here as language models: {', '.join(unknown)}")
     registered = []
     taken = set().union(*kinds.values()) if not architectures else set()
-    for name, (model_class, by_model_type) in found.items():
+    for name, (model_class, by_model_type) in registrations.items():
         config_class = model_class.config_class
         if config_class.model_type in taken:
             continue

@@ -46,13 +46,13 @@ def watch(trainer: Any, *, digests: bool = True, **options: Any) -> Watch:
             f"this {type(trainer).__name__} does not compare vLLM's log-probabilities with its own: expected "
             "use_vllm=True and vllm_importance_sampling_correction=True"
         )
-    found = Watch(trainer.model, sampling=Sampling(temperature=trainer.temperature), **options)
-    _watch_syncs(generation, found, digests)
-    _watch_rollouts(trainer, found)
-    return found
+    watcher = Watch(trainer.model, sampling=Sampling(temperature=trainer.temperature), **options)
+    _watch_syncs(generation, watcher, digests)
+    _watch_rollouts(trainer, watcher)
+    return watcher
 
 
-def _watch_syncs(generation: Any, found: Watch, digests: bool) -> None:
+def _watch_syncs(generation: Any, watcher: Watch, digests: bool) -> None:
     gathered, sync_weights = generation._iter_named_params, generation.sync_weights
     sent: dict[str, str] = {}
 
@@ -65,13 +65,13 @@ def _watch_syncs(generation: Any, found: Watch, digests: bool) -> None:
 
     def synced() -> None:
         sync_weights()
-        found.after_sync(dict(sent))
+        watcher.after_sync(dict(sent))
 
     generation._iter_named_params = iter_named_params
     generation.sync_weights = synced
 
 
-def _watch_rollouts(trainer: Any, found: Watch) -> None:
+def _watch_rollouts(trainer: Any, watcher: Watch) -> None:
     score = trainer._generate_and_score_completions
 
     def scored(inputs: Any) -> dict[str, Any]:
@@ -80,7 +80,7 @@ def _watch_rollouts(trainer: Any, found: Watch) -> None:
             mask = output["completion_mask"].bool()
             if "tool_mask" in output:
                 mask = mask & output["tool_mask"].bool()
-            report = found.before_update(
+            report = watcher.before_update(
                 _samples(output),
                 output["old_per_token_logps"],
                 engine=output["sampling_per_token_logps"],

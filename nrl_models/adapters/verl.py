@@ -50,15 +50,15 @@ def register_with_transformers() -> list[str]:
         mapping: Any = classes_by_config(auto_class.upstream)
         classes: dict[Any, list[Any]] = {}
         for config_class in mapping.keys():  # noqa: SIM118, not a dict
-            given = mapping[config_class]
-            classes[config_class] = list(given) if isinstance(given, tuple) else [given]
+            entry = mapping[config_class]
+            classes[config_class] = list(entry) if isinstance(entry, tuple) else [entry]
         for name, model_class in ours.items():  # configurations that transformers lacks
             if auto_class.serves(name) and model_class.config_class.model_type in registry._CUSTOM_CONFIG_REGISTRATIONS:
                 there = classes.setdefault(model_class.config_class, [])
                 there += [model_class] if name not in {c.__name__ for c in there} else []
-        for config_class, given in classes.items():
-            if known := [c.__name__ for c in given if c.__name__ in ours]:
-                replaced = tuple(ours.get(c.__name__, c) for c in given)
+        for config_class, model_classes in classes.items():
+            if known := [c.__name__ for c in model_classes if c.__name__ in ours]:
+                replaced = tuple(ours.get(c.__name__, c) for c in model_classes)
                 register_class(mapping, config_class, replaced if len(replaced) > 1 else replaced[0])
                 registered += known
     return registered

@@ -123,9 +123,9 @@ def build(settings: GPTSettings) -> Any:
 
 
 def load(
-    megatron: Any, adapter: StateDictAdapter, own: Mapping[str, torch.Tensor], rank: MegatronRank = LOCAL
+    megatron: Any, adapter: StateDictAdapter, state_dict: Mapping[str, torch.Tensor], rank: MegatronRank = LOCAL
 ) -> list[Problem]:
-    """Load weights `own` of the adapter's model into a rank's part of Megatron's model.
+    """Load a state dict of the adapter's model into a rank's part of Megatron's model.
 
     Returns:
         The mismatches. If there are any, nothing is written.
@@ -143,7 +143,7 @@ def load(
     if not problems:
         with torch.no_grad():
             for name, tensor in table.items():
-                theirs[name].copy_(tensor.read(own))
+                theirs[name].copy_(tensor.read(state_dict))
     return problems
 
 
@@ -203,10 +203,10 @@ def _best_reading(small: FamilyModel) -> tuple[dict[str, Any], float]:
             megatron = build(settings.reading(choices))
             _require(load(megatron, small.state_dict_adapter, small.state_dict()), small)
             actual = logits(megatron, input_ids.to(device())).to(expected.device)
-            found = float((actual - expected).abs().max() / expected.abs().max())
-            if found < best[1]:
-                best = choices, found
-            if found <= TOLERANCE:
+            difference = float((actual - expected).abs().max() / expected.abs().max())
+            if difference < best[1]:
+                best = choices, difference
+            if difference <= TOLERANCE:
                 break
     return best
 

@@ -219,7 +219,7 @@ class _Translation:
         """Return arguments for sliding windows, and for layers without rotary positions."""
         kinds = self._first("layer_types")
         window = self._first("sliding_window")
-        found: dict[str, Any] = {}
+        arguments: dict[str, Any] = {}
         if kinds is not None and (foreign := sorted(set(kinds) - {"full_attention", "sliding_attention"})):
             self._refuse("layer_types", foreign, "full and sliding attention only")
         sliding = [kind == "sliding_attention" for kind in kinds] if kinds is not None else None
@@ -228,30 +228,30 @@ class _Translation:
             and getattr(self.config, "use_sliding_window", True)
             and (sliding is None or any(sliding))
         ):
-            found["window_size"] = (window - 1, 0)
+            arguments["window_size"] = (window - 1, 0)
             if sliding is not None and not all(sliding):
-                found["window_attn_skip_freq"] = [int(slides) for slides in sliding]
+                arguments["window_attn_skip_freq"] = [int(slides) for slides in sliding]
         rotary = self._first("no_rope_layers")  # 1 for layers with rotary positions
         if rotary is not None and not all(rotary):
-            found["no_rope_freq"] = [int(not has) for has in rotary]
-        return found
+            arguments["no_rope_freq"] = [int(not has) for has in rotary]
+        return arguments
 
     def _rope(self) -> dict[str, Any]:
         """Return arguments of `GPTModel` for rotary positions."""
         rope, kind = self._rope_parameters("default", "llama3")
-        found = {"rotary_base": rope.get("rope_theta"), "rotary_percent": rope.get("partial_rotary_factor", 1.0)}
+        arguments = {"rotary_base": rope.get("rope_theta"), "rotary_percent": rope.get("partial_rotary_factor", 1.0)}
         if kind == "llama3":
             if other := {key: rope.get(key) for key, value in SCALED_ROPE.items() if rope.get(key) != value}:
                 self._refuse("rope_parameters", other, f"{SCALED_ROPE}")
-            found |= {"rope_scaling": True, "rope_scaling_factor": rope.get("factor")}
-        return found
+            arguments |= {"rope_scaling": True, "rope_scaling_factor": rope.get("factor")}
+        return arguments
 
     def _latent_rope(self) -> dict[str, Any]:
         """Return arguments of `MLATransformerConfig` for the rotary positions of latent attention."""
         rope, kind = self._rope_parameters("default", "yarn")
-        found = {"rope_type": "rope", "rotary_base": rope.get("rope_theta"), "rotary_scaling_factor": 1.0}
+        arguments = {"rope_type": "rope", "rotary_base": rope.get("rope_theta"), "rotary_scaling_factor": 1.0}
         if kind == "yarn":
-            found |= {
+            arguments |= {
                 "rope_type": "yarn",
                 "rotary_scaling_factor": rope["factor"],
                 "original_max_position_embeddings": rope["original_max_position_embeddings"],
@@ -260,7 +260,7 @@ class _Translation:
                 "mscale": rope.get("mscale", 1.0),
                 "mscale_all_dim": rope.get("mscale_all_dim", 0.0),
             }
-        return found
+        return arguments
 
     def _rope_parameters(self, *kinds: str) -> tuple[dict[str, Any], str]:
         """Return the rotary parameters and their type, one of `kinds`."""

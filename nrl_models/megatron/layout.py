@@ -115,24 +115,24 @@ class _Table:
     def build(self) -> dict[str, HFTensor]:
         layers, outside, base = self._sorted()
         share = self._part("layers", len(layers), self.rank.pp)
-        found: dict[str, TracedTensor] = {}
+        tensors: dict[str, TracedTensor] = {}
         first, last = self.rank.pp.index == 0, self.rank.pp.index == self.rank.pp.of - 1
         inside = self._outside(outside, base)
         embeddings, head = inside.pop("embedding.word_embeddings.weight", None), inside.pop(HEAD, None)
         if embeddings is not None and first:
-            found["embedding.word_embeddings.weight"] = embeddings
+            tensors["embedding.word_embeddings.weight"] = embeddings
         for number, layer in layers.items():
             made = dict(_Layer(self, layer).build())
             if number in share:
-                found |= {f"decoder.layers.{number - share.start}.{name}": tensor for name, tensor in made.items()}
+                tensors |= {f"decoder.layers.{number - share.start}.{name}": tensor for name, tensor in made.items()}
         if last:
-            found |= inside
+            tensors |= inside
             output = head if head is not None else embeddings if not first else None
             if output is not None:
-                found["output_layer.weight"] = output
+                tensors["output_layer.weight"] = output
         if self.problems:
             raise StateDictError("the model does not fit Megatron's layout", self.problems)
-        return {name: HFTensor(name, tuple(tensor.shape), tensor.pieces) for name, tensor in found.items()}
+        return {name: HFTensor(name, tuple(tensor.shape), tensor.pieces) for name, tensor in tensors.items()}
 
     def _sorted(self) -> tuple[dict[int, dict[str, TracedTensor]], dict[str, TracedTensor], str]:
         """Return each layer's tensors by the name after its number, tensors outside layers, and the base prefix."""
@@ -151,18 +151,18 @@ class _Table:
 
     def _outside(self, outside: dict[str, TracedTensor], base: str) -> dict[str, TracedTensor]:
         """Return tensors outside the layers, as this rank would hold them. The head's name is `HEAD`."""
-        found = {}
+        tensors = {}
         for theirs, names in OUTSIDE.items():
             name = next((base + name for name in names if base + name in outside), None)
             if name is not None:
                 tensor = outside.pop(name)
-                found[theirs] = self.words(name, tensor) if theirs.startswith("embedding") else tensor
+                tensors[theirs] = self.words(name, tensor) if theirs.startswith("embedding") else tensor
         head = outside.pop(HEAD, None)
         if head is not None and HEAD not in self.adapter.tied:
-            found[HEAD] = self.words(HEAD, head)
+            tensors[HEAD] = self.words(HEAD, head)
         for name in outside:
             self.no_place(name)
-        return found
+        return tensors
 
     def no_place(self, name: str) -> None:
         """Record a tensor without an equivalent in Megatron."""
@@ -243,7 +243,7 @@ class _Layer:
     def _module(self, name: str, rule: Rule) -> Iterator[tuple[str, Any]]:
         """Yield weight and bias of a module with an equivalent in transformers."""
         for kind in ("weight", "bias"):
-            theirs = next((f"{own}.{kind}" for own in rule.names if f"{own}.{kind}" in self.tensors), None)
+            theirs = next((f"{prefix}.{kind}" for prefix in rule.names if f"{prefix}.{kind}" in self.tensors), None)
             if theirs is None:
                 continue
             tensor: Any = self.tensors.pop(theirs)
@@ -289,27 +289,27 @@ class _Layer:
     def _experts(self) -> Iterator[tuple[str, Any]]:
         """Yield the router and each expert of this rank. In transformers, the experts of a layer are stacked."""
         for name, names in ROUTER.items():
-            if (own := next((own for own in names if own in self.tensors), None)) is not None:
-                yield name, self.tensors.pop(own)
+            if (key := next((key for key in names if key in self.tensors), None)) is not None:
+                yield name, self.tensors.pop(key)
         down = self.tensors.pop("mlp.experts.down_proj")
         first = self.tensors.pop("mlp.experts.gate_up_proj", None)
         gated = first is not None
         if first is None:
             first = self.tensors.pop("mlp.experts.up_proj")
-        for place, expert in enumerate(self.table.experts(down.shape[0])):
+        for local_index, expert in enumerate(self.table.experts(down.shape[0])):
             halves = first[expert].chunk(2) if gated else (first[expert],)
             share = self.rank.of_experts
             rows = [self.table.rows("mlp.experts.gate_up_proj", half, share) for half in halves]
-            yield self._expert(place, "linear_fc1"), torch.cat(rows)
+            yield self._expert(local_index, "linear_fc1"), torch.cat(rows)
             yield (
-                self._expert(place, "linear_fc2"),
+                self._expert(local_index, "linear_fc2"),
                 self.table.rows("mlp.experts.down_proj", down[expert], share, 1),
             )
 
-    def _expert(self, place: int, linear: str) -> str:
+    def _expert(self, local_index: int, linear: str) -> str:
         if self.rank.grouped_experts:
-            return f"mlp.experts.{linear}.weight{place}"
-        return f"mlp.experts.local_experts.{place}.{linear}.weight"
+            return f"mlp.experts.{linear}.weight{local_index}"
+        return f"mlp.experts.local_experts.{local_index}.{linear}.weight"
 
     def _taken(self, names: list[str]) -> list[torch.Tensor]:
         """Return the tensors of these names if all exist."""

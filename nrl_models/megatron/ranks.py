@@ -87,7 +87,7 @@ def from_megatron(model: Any, held: Mapping[MegatronRank, Mapping[str, torch.Ten
         ShardingError: If tensors do not fit a sharded model's state dict.
     """
     adapter = model.state_dict_adapter
-    own = {
+    state_dict = {
         name: torch.empty(spec.shape, dtype=spec.dtype)
         for name, spec in adapter.own.items()
         if name not in adapter.tied
@@ -97,11 +97,13 @@ def from_megatron(model: Any, held: Mapping[MegatronRank, Mapping[str, torch.Ten
     for rank, tensors in held.items():
         table = adapter.layout(rank)
         where = _shown(rank)
-        given = {name: value for name, value in tensors.items() if STATES not in name}
+        weights = {name: value for name, value in tensors.items() if STATES not in name}
         problems += [
-            Problem(ProblemKind.MISSING, name, "is not among its tensors", where) for name in table if name not in given
+            Problem(ProblemKind.MISSING, name, "is not among its tensors", where)
+            for name in table
+            if name not in weights
         ]
-        for name, value in given.items():
+        for name, value in weights.items():
             if name not in table:
                 problems.append(Problem(ProblemKind.UNEXPECTED, name, "has no place in the model", where))
                 continue
@@ -112,7 +114,7 @@ def from_megatron(model: Any, held: Mapping[MegatronRank, Mapping[str, torch.Ten
                 continue
             for piece in target.pieces:
                 part = apply_steps(value, piece.region)
-                region = own[piece.view.parameter]
+                region = state_dict[piece.view.parameter]
                 if piece.view not in written:
                     piece.view.write(region, part)
                     written[piece.view] = rank
@@ -120,23 +122,23 @@ def from_megatron(model: Any, held: Mapping[MegatronRank, Mapping[str, torch.Ten
                     detail = f"differs from the same weight on {_shown(written[piece.view])}"
                     problems.append(Problem(ProblemKind.RANK, name, detail, where))
     if not problems:
-        problems = list(_not_whole(adapter, written, own))
+        problems = list(_not_whole(adapter, written, state_dict))
     if problems:
         raise StateDictError("the tensors of Megatron's ranks do not fit the model", problems)
-    own |= {name: own[kept] for name, kept in adapter.tied.items() if name in adapter.own}
-    model.load_state_dict(own)
+    state_dict |= {name: state_dict[source] for name, source in adapter.tied.items() if name in adapter.own}
+    model.load_state_dict(state_dict)
 
 
 def _not_whole(
-    adapter: Any, written: Mapping[View, MegatronRank], own: Mapping[str, torch.Tensor]
+    adapter: Any, written: Mapping[View, MegatronRank], state_dict: Mapping[str, torch.Tensor]
 ) -> Iterator[Problem]:
-    """Yield own tensors with missing elements. Shares of equal size are either identical or disjoint."""
-    came = dict.fromkeys(own, 0)
+    """Yield tensors of the state dict with missing elements. Shares of equal size are either identical or disjoint."""
+    came = dict.fromkeys(state_dict, 0)
     for view in written:
-        came[view.parameter] += torch.Size(place_of(tuple(own[view.parameter].shape), view.steps).shape).numel()
+        came[view.parameter] += torch.Size(place_of(tuple(state_dict[view.parameter].shape), view.steps).shape).numel()
     for name, count in came.items():
-        if count != own[name].numel():
-            detail = f"{count} of its {own[name].numel()} values are present: expected the tensors of all ranks"
+        if count != state_dict[name].numel():
+            detail = f"{count} of its {state_dict[name].numel()} values are present: expected the tensors of all ranks"
             yield Problem(ProblemKind.PARTIAL, name, detail)
 
 

@@ -80,22 +80,22 @@ def _weights(model: FamilyModel, megatron: Any) -> ParityRow:
 
     Overwrites the model's weights during the check, and restores them.
     """
-    own = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    state_dict = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     held = {name: value for name, value in megatron.state_dict().items() if STATES not in name}
-    expected = {name: tensor.read(own) for name, tensor in model.state_dict_adapter.layout(LOCAL).items()}
-    found = compare_state_dicts(expected, held, verbose=False)
-    difference = "" if found.equal else str(found)
+    expected = {name: tensor.read(state_dict) for name, tensor in model.state_dict_adapter.layout(LOCAL).items()}
+    comparison = compare_state_dicts(expected, held, verbose=False)
+    difference = "" if comparison.equal else str(comparison)
     if not difference:
         try:
             for tensor in model.state_dict().values():
                 tensor.zero_()
             from_megatron(model, {LOCAL: held})
-            back = compare_state_dicts(own, model.state_dict(), verbose=False)
+            back = compare_state_dicts(state_dict, model.state_dict(), verbose=False)
             difference = "" if back.equal else f"back: {back}"
         except StateDictError as error:
             difference = f"back: {error}"
         finally:
-            model.load_state_dict(own)
+            model.load_state_dict(state_dict)
     return ParityRow(
         "level 1: Megatron's weights",
         not difference,
@@ -111,8 +111,8 @@ def _layers(model: FamilyModel, megatron: Any, input_ids: torch.Tensor) -> Parit
     layers = [f"{stack}.{number}" for number, _ in enumerate(model.get_submodule(stack).children())]
     with record_calls(model, layers, copy=True) as ours, torch.no_grad():
         model(input_ids=input_ids, use_cache=False)
-    given = [ours[name].inputs[0].transpose(0, 1).contiguous() for name in layers]
-    with _layers_given(megatron.decoder.layers, given) as outputs, torch.no_grad():
+    layer_inputs = [ours[name].inputs[0].transpose(0, 1).contiguous() for name in layers]
+    with _layers_given(megatron.decoder.layers, layer_inputs) as outputs, torch.no_grad():
         logits(megatron, input_ids)
     off = {}
     for number, name in enumerate(layers):
@@ -135,8 +135,8 @@ def _layers(model: FamilyModel, megatron: Any, input_ids: torch.Tensor) -> Parit
 
 
 @contextmanager
-def _layers_given(layers: nn.ModuleList, given: list[torch.Tensor]) -> Iterator[dict[int, torch.Tensor]]:
-    """Run Megatron's layers on the tensors in `given` instead of the previous layer's output, inside a `with` block.
+def _layers_given(layers: nn.ModuleList, layer_inputs: list[torch.Tensor]) -> Iterator[dict[int, torch.Tensor]]:
+    """Run Megatron's layers on `layer_inputs` instead of the previous layer's output, inside a `with` block.
 
     Yields the output of each layer by its number, filled while the model runs.
     """
@@ -144,8 +144,8 @@ def _layers_given(layers: nn.ModuleList, given: list[torch.Tensor]) -> Iterator[
 
     def before(number: int, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         if args:
-            return (given[number], *args[1:]), kwargs
-        return args, kwargs | {"hidden_states": given[number]}
+            return (layer_inputs[number], *args[1:]), kwargs
+        return args, kwargs | {"hidden_states": layer_inputs[number]}
 
     def after(number: int, module: nn.Module, args: Any, output: Any) -> None:
         outputs[number] = output[0] if isinstance(output, tuple) else output
@@ -181,8 +181,8 @@ def _gradients(model: FamilyModel, megatron: Any, input_ids: torch.Tensor) -> Pa
     """Compare gradients of the next-token loss by Megatron's parameters with ours in its layout."""
 
     def ours() -> torch.Tensor:
-        found: torch.Tensor = model(input_ids=input_ids, use_cache=False).logits
-        return found
+        model_logits: torch.Tensor = model(input_ids=input_ids, use_cache=False).logits
+        return model_logits
 
     expected = _in_layout(model, _gradients_of(model, ours, input_ids))
     with rounded_otherwise(model):
@@ -214,16 +214,18 @@ def _gradients_of(
     module.zero_grad()
     functional.cross_entropy(forward()[:, :-1].flatten(0, 1).float(), input_ids[:, 1:].flatten()).backward()
     parameters = dict(module.named_parameters())
-    found = {
+    gradients = {
         name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         for name, parameter in parameters.items()
     }
     module.zero_grad()
-    return found
+    return gradients
 
 
-def _in_layout(model: FamilyModel, own: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def _in_layout(model: FamilyModel, gradients: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Convert gradients of our parameters to Megatron's layout. Buffers have none."""
     table = model.state_dict_adapter.layout(LOCAL)
-    parameters = {name: tensor for name, tensor in table.items() if all(part in own for part in tensor.parameters)}
-    return {name: tensor.read(own) for name, tensor in parameters.items()}
+    parameters = {
+        name: tensor for name, tensor in table.items() if all(part in gradients for part in tensor.parameters)
+    }
+    return {name: tensor.read(gradients) for name, tensor in parameters.items()}

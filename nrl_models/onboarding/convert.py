@@ -137,8 +137,8 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     for name, tensor in model.state_dict().items():
         if type(tensor) is torch.Tensor:
             yield name, tensor
-    for name, kept in kept_by(model).items():
-        yield name, kept.read()
+    for name, kept_tensor in kept_by(model).items():
+        yield name, kept_tensor.read()
 
 
 def _require_same_architecture(config: PreTrainedConfig, folder: Path) -> None:
@@ -149,7 +149,9 @@ def _require_same_architecture(config: PreTrainedConfig, folder: Path) -> None:
     """
     known = (*registry.architectures(), *architectures_of(config.model_type))
     named = config.architectures or []
-    others = [name for name in named if (found := class_of_transformers(name)) and part_for(found, config)]
+    others = [
+        name for name in named if (upstream_class := class_of_transformers(name)) and part_for(upstream_class, config)
+    ]
     if others and not any(name in known for name in named):
         convertible = [name for name in architectures_of(config.model_type) if hasattr(transformers, name)]
         raise UnknownArchitectureError(

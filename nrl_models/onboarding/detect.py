@@ -105,7 +105,7 @@ def detect(model_class: type[PreTrainedModel], overrides: Mapping[str, Any] | No
     """
     assert model_class.config_class is not None
     tiny = find_tiny(model_class.config_class, overrides, model_class)
-    found: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     step: DetectionStep | None = DetectionStep.CONFIGURATION
     try:
         if tiny.config is None:
@@ -120,11 +120,11 @@ def detect(model_class: type[PreTrainedModel], overrides: Mapping[str, Any] | No
         multimodal = takes_images(model) or takes_audio(model)
         try:
             trace = _run(model, inputs_for(model, images=False))
-            found["modalities"] = ("text",)
+            fields["modalities"] = ("text",)
         except Exception as error:
             if not multimodal:
                 raise
-            found["note"] = f"takes no text alone: {one_line(error)}"  # for example, it describes images
+            fields["note"] = f"takes no text alone: {one_line(error)}"  # for example, it describes images
         if multimodal:
             step = DetectionStep.MEDIA
             inputs = inputs_for(model)
@@ -132,12 +132,12 @@ def detect(model_class: type[PreTrainedModel], overrides: Mapping[str, Any] | No
             media = [kind for kind, arguments in MEDIA.items() if set(arguments) & set(inputs)]
             if media and not _media_matter(model, inputs):
                 raise ValueError(f"the logits do not depend on {' and '.join(media)}: their tokens are not known")
-            found["modalities"] = (*found.get("modalities", ()), *media)
-        if AUDIO_ARGUMENTS & set(inspect.signature(model.forward).parameters) and "audio" not in found["modalities"]:
-            found["note"] = "; ".join([*filter(None, [found.get("note")]), "takes audio, which was not tried"])
-        found |= _by_class(model, trace)
-        if found["modalities"] == ("text", "images"):
-            found["keeps_offsets"] = _keeping_offsets(model, inputs)
+            fields["modalities"] = (*fields.get("modalities", ()), *media)
+        if AUDIO_ARGUMENTS & set(inspect.signature(model.forward).parameters) and "audio" not in fields["modalities"]:
+            fields["note"] = "; ".join([*filter(None, [fields.get("note")]), "takes audio, which was not tried"])
+        fields |= _by_class(model, trace)
+        if fields["modalities"] == ("text", "images"):
+            fields["keeps_offsets"] = _keeping_offsets(model, inputs)
         step = DetectionStep.BACKWARD
         model.train()
         loss = model(**inputs_for(model, labels=True)).loss
@@ -146,8 +146,8 @@ def detect(model_class: type[PreTrainedModel], overrides: Mapping[str, Any] | No
         loss.backward()
         step = None
     except Exception as error:
-        found["failure"] = one_line(error)
-    return Detection(model_class.__name__, model_class.config_class.model_type, **found, step=step)
+        fields["failure"] = one_line(error)
+    return Detection(model_class.__name__, model_class.config_class.model_type, **fields, step=step)
 
 
 def _run(model: PreTrainedModel, inputs: Inputs) -> Trace:
@@ -183,7 +183,7 @@ def _by_class(model: PreTrainedModel, trace: Trace) -> dict[str, Any]:
     groups: dict[str, list[tuple[str, ...]]] = {}
     places: dict[str, dict[tuple[str, ...], str]] = {}
     uncalled: dict[str, set[str]] = {}
-    for kind, found in traced.items():
+    for kind, groups_by_layer in traced.items():
         every = {
             name: {child for child, linear in module.named_children() if type(linear) is nn.Linear}
             for name, module in model.named_modules()
@@ -192,37 +192,37 @@ def _by_class(model: PreTrainedModel, trace: Trace) -> dict[str, Any]:
         called = {name: linears - set(trace.uncalled.get(name, ())) for name, linears in every.items()}
         # Ignore layers that were not called at all (a decoder's cross-attention); other layers of the class count.
         uncalled[kind] = set().union(*(every[name] - linears for name, linears in called.items() if linears))
-        groups[kind], places[kind], failures = _with_places(found, called)
+        groups[kind], places[kind], failures = _with_places(groups_by_layer, called)
         obstacles[kind].update(dict.fromkeys(failures))
     return {
-        "groups": {kind: found for kind, found in groups.items() if found},
-        "places": {kind: found for kind, found in places.items() if found},
-        "obstacles": {name: list(found) for name, found in obstacles.items() if found},
-        "uncalled": {name: tuple(sorted(found)) for name, found in uncalled.items() if found},
+        "groups": {kind: class_groups for kind, class_groups in groups.items() if class_groups},
+        "places": {kind: class_places for kind, class_places in places.items() if class_places},
+        "obstacles": {name: list(reasons) for name, reasons in obstacles.items() if reasons},
+        "uncalled": {name: tuple(sorted(child_names)) for name, child_names in uncalled.items() if child_names},
     }
 
 
 def _keeping_offsets(model: PreTrainedModel, with_images: Inputs) -> tuple[str, ...]:
     """Return classes that keep an image's position offset for later forwards, if that changes results."""
     remembering = ("rope_deltas", "compute_3d_position_ids")
-    found: list[Any] = [module for module in model.modules() if all(hasattr(module, name) for name in remembering)]
-    if not found or not model.can_generate():
+    modules: list[Any] = [module for module in model.modules() if all(hasattr(module, name) for name in remembering)]
+    if not modules or not model.can_generate():
         return ()
-    for module in found:
+    for module in modules:
         module.rope_deltas = None  # discard the offset of earlier forwards
-    kinds = [f"{type(module).__module__}:{type(module).__qualname__}" for module in found]
+    kinds = [f"{type(module).__module__}:{type(module).__qualname__}" for module in modules]
     text = inputs_for(model, images=False)["input_ids"]
     return tuple(kinds) if offsets_stay(model, with_images, text) else ()
 
 
 def _packed_on_disk(model: PreTrainedModel) -> dict[str, tuple[str, ...]]:
     """Return the linears of each module that the hub packs into one tensor, in row order."""
-    found: dict[str, tuple[str, ...]] = {}
+    packed: dict[str, tuple[str, ...]] = {}
     for tensor in StateDictAdapter(model).hub.values():
         names = [parameter.removesuffix(".weight").rpartition(".") for parameter in tensor.parameters]
         if len({owner for owner, _, _ in names}) == 1 < len(names):
-            found[names[0][0]] = tuple(name for _, _, name in names)
-    return found
+            packed[names[0][0]] = tuple(name for _, _, name in names)
+    return packed
 
 
 def _sorted(group: tuple[str, ...], first: tuple[str, ...]) -> tuple[str, ...]:
@@ -249,15 +249,15 @@ def _with_places(
         seen_in = {name for name, groups in traced.items() if group in groups}
         if any(set(group) < set(larger) and seen_in <= set(layers) for larger, layers in holds.items()):
             continue  # in these layers, the group is a part of a larger one
-        own = {name: set(group) & linears for name, linears in called.items() if len(set(group) & linears) > 1}
-        right = [name for name in own if own[name] in map(set, traced.get(name, ()))]
-        wrong = [name for name in own if name not in right]
-        if wrong and not (place := _place(right, wrong)):
+        members = {name: set(group) & linears for name, linears in called.items() if len(set(group) & linears) > 1}
+        right = [name for name in members if members[name] in map(set, traced.get(name, ()))]
+        wrong = [name for name in members if name not in right]
+        if wrong and not (component := _place(right, wrong)):
             failures.append(f"{' + '.join(group)}: read one input in {right[0]}, but not in {wrong[0]}")
             continue
         holds[group] = right
         if wrong:
-            places[group] = place
+            places[group] = component
     return [group for group in every if group in holds], places, failures
 
 

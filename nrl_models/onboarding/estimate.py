@@ -55,8 +55,8 @@ class Estimate:
     @property
     def total(self) -> int:
         """Peak memory."""
-        kept = self.parameters + self.gradients + self.optimizer + self.buffers
-        return kept + self.gathered + self.activations
+        model_states = self.parameters + self.gradients + self.optimizer + self.buffers
+        return model_states + self.gathered + self.activations
 
 
 def estimate(config: PreTrainedConfig, setting: Setting) -> Estimate:
@@ -66,7 +66,7 @@ def estimate(config: PreTrainedConfig, setting: Setting) -> Estimate:
         ShardingError: If the mesh does not divide the model, or this process is already in a process group.
     """
     ranks = range(setting.mesh.get("pp", 1))
-    return max((_on_rank(rank, config, setting) for rank in ranks), key=lambda found: found.total)
+    return max((_on_rank(rank, config, setting) for rank in ranks), key=lambda rank_estimate: rank_estimate.total)
 
 
 def estimate_within(config: PreTrainedConfig, setting: Setting, memory: int) -> Estimate | None:
@@ -77,13 +77,13 @@ def estimate_within(config: PreTrainedConfig, setting: Setting, memory: int) -> 
     Raises:
         ShardingError: If the mesh does not divide the model, or this process is already in a process group.
     """
-    found: list[Estimate] = []
+    estimates: list[Estimate] = []
     for rank in range(setting.mesh.get("pp", 1)):
         try:
-            found.append(_on_rank(rank, config, setting, memory))
+            estimates.append(_on_rank(rank, config, setting, memory))
         except _TooLargeError:
             return None
-    largest = max(found, key=lambda estimate: estimate.total)
+    largest = max(estimates, key=lambda estimate: estimate.total)
     return largest if largest.total <= memory else None
 
 
@@ -99,9 +99,9 @@ def _on_rank(rank: int, config: PreTrainedConfig, setting: Setting, memory: int 
     """
     inner = math.prod(size for name, size in setting.mesh.items() if name != "pp")
     with _fake_mesh(setting.mesh, rank * inner) as mesh:
-        kept, whole = _sharded(config, setting.dtype, mesh)
-        divide_data(kept, sharding_of(kept))
-        local = _local_bytes(kept)
+        model, full_model = _sharded(config, setting.dtype, mesh)
+        divide_data(model, sharding_of(model))
+        local = _local_bytes(model)
         computing, _ = _sharded(config, setting.compute, mesh)
         fsdp_traffic, gathered = _data_parallel(computing, mesh)
         if memory is not None and 4 * local + gathered > memory:
@@ -115,10 +115,10 @@ def _on_rank(rank: int, config: PreTrainedConfig, setting: Setting, memory: int 
             detail = f"{setting.seq_len:,} tokens, but the model's limit is {limit:,}"
             problem = Problem(ProblemKind.CONFIG, "sequence length", detail, advice=f"pass --seq-len {limit}")
             raise ShardingError("cannot estimate this sequence length", [problem]) from error
-        total = sum(parameter.numel() for parameter in whole.parameters())
+        total = sum(parameter.numel() for parameter in full_model.parameters())
     if "fsdp" in mesh.mesh_dim_names:  # type: ignore[operator]
         traffic = {"fsdp": fsdp_traffic, **traffic}
-    buffers = sum(buffer.nbytes for buffer in kept.buffers())
+    buffers = sum(buffer.nbytes for buffer in model.buffers())
     return Estimate(local, local, 2 * local, gathered, activations, buffers, traffic, total)
 
 
@@ -144,8 +144,8 @@ def _sharded(config: PreTrainedConfig, dtype: torch.dtype, mesh: DeviceMesh) -> 
     """
     model = auto_class_of(config).from_config(config, device="meta", dtype=dtype).train()
     plan = plan_for(model, mesh)
-    model.sharding, whole = divide_stages(model, mesh, plan, cut_for(model, mesh, plan))
-    return model, whole
+    model.sharding, full_model = divide_stages(model, mesh, plan, cut_for(model, mesh, plan))
+    return model, full_model
 
 
 def _local_bytes(model: nn.Module) -> int:
@@ -157,14 +157,14 @@ def _data_parallel(model: PreTrainedModel, mesh: DeviceMesh) -> tuple[int, int]:
     ranks, micro_batches = size_of(mesh, "fsdp"), size_of(mesh, "pp")
     if ranks == 1:
         return 0, 0
-    whole = _local_bytes(model)
+    model_bytes = _local_bytes(model)
     sizes = _bytes_of_units(model)
-    outermost, largest = whole - sum(sizes), max(sizes, default=0)
+    outermost, largest = model_bytes - sum(sizes), max(sizes, default=0)
     # Sent: parameters before the forward and before the backward (they were freed), gradients after the last backward.
-    sent = (2 * micro_batches + 1) * whole * (ranks - 1) // ranks // micro_batches
+    sent = (2 * micro_batches + 1) * model_bytes * (ranks - 1) // ranks // micro_batches
     # Gathered: the unit that runs, the next unit, and the gradients of one; and the outermost unit with its gradients.
     # Gradients are not divided before the last micro-batch.
-    gradients = whole if has_stages(mesh) else largest + outermost
+    gradients = model_bytes if has_stages(mesh) else largest + outermost
     return sent, 2 * largest + outermost + gradients
 
 
@@ -173,7 +173,7 @@ def _bytes_of_units(model: PreTrainedModel) -> list[int]:
     sizes: list[int] = []
     counted: set[int] = set()
     for unit in reversed(units_of_model(model)):
-        own = {id(parameter): local_of(parameter).nbytes for parameter in unit.parameters()}
-        sizes.append(sum(nbytes for key, nbytes in own.items() if key not in counted))
-        counted |= own.keys()
+        parameter_bytes = {id(parameter): local_of(parameter).nbytes for parameter in unit.parameters()}
+        sizes.append(sum(nbytes for key, nbytes in parameter_bytes.items() if key not in counted))
+        counted |= parameter_bytes.keys()
     return sizes

@@ -30,15 +30,15 @@ def plan_report(path: str | Path, setting: Setting, memory: float) -> PlanReport
     """
     registry.register_custom_configs()
     config = read_config(resolve_folder(path))
-    found = estimate(config, setting)
+    rank_estimate = estimate(config, setting)
     limit = int(memory * GIB)
-    fits = found.total <= limit
-    verdict = f"fits: {compared(found.total, limit)}"
+    fits = rank_estimate.total <= limit
+    verdict = f"fits: {compared(rank_estimate.total, limit)}"
     if not fits:
         kinds = ("parameters", "gradients", "optimizer", "gathered", "activations")
-        largest = max(kinds, key=lambda kind: getattr(found, kind))
-        lines = [f"does not fit: {compared(found.total, limit)}; largest part: {largest}"]
-        changes = remedies(config, setting, limit, found.total_parameters)
+        largest = max(kinds, key=lambda kind: getattr(rank_estimate, kind))
+        lines = [f"does not fit: {compared(rank_estimate.total, limit)}; largest part: {largest}"]
+        changes = remedies(config, setting, limit, rank_estimate.total_parameters)
         lines += [f"  fits with {change}: {with_unit(then.total)}" for change, then in changes.items()]
         if not changes:
             lines.append("  does not fit with 256 times the ranks, --dtype bfloat16 and an eighth of --seq-len either")
@@ -47,11 +47,11 @@ def plan_report(path: str | Path, setting: Setting, memory: float) -> PlanReport
         verdict += f"\n--seq-len {setting.seq_len:,} exceeds the model's limit of {longest:,} tokens"
     name = (config.architectures or [type(config).__name__])[0]
     sizes = ", ".join(f"{dimension}={size}" for dimension, size in setting.mesh.items())
-    model = f"{name} ({_count(found.total_parameters)} parameters)"
+    model = f"{name} ({_count(rank_estimate.total_parameters)} parameters)"
     assumptions = f"{setting.seq_len:,} tokens, micro-batch {setting.micro_batch}, "
     assumptions += f"{dtype_name(setting.dtype)} states, {dtype_name(setting.compute)} compute, "
     assumptions += f"activation checkpointing {'on' if setting.checkpointing else 'off'}"
-    figures = asdict(found) | {"total": found.total}
+    figures = asdict(rank_estimate) | {"total": rank_estimate.total}
     return PlanReport(model, sizes, assumptions, math.prod(setting.mesh.values()), limit, figures, verdict, fits)
 
 

@@ -112,7 +112,7 @@ def run_step(model: PreTrainedModel, setting: Setting, mesh: DeviceMesh) -> tupl
     tokens = torch.zeros(setting.micro_batch, setting.seq_len, dtype=torch.long, device="meta")
     stage = OneStage(model, tokens) if has_stages(mesh) else None
     units = set(units_of_model(model))
-    kept: list[ref[_Kept]] = []  # until their graph is dropped
+    references: list[ref[_Kept]] = []  # until their graph is dropped
     inputs: dict[nn.Module, int] = {}
     running: list[nn.Module | None] = [None]
 
@@ -128,7 +128,7 @@ def run_step(model: PreTrainedModel, setting: Setting, mesh: DeviceMesh) -> tupl
 
     def pack(tensor: torch.Tensor) -> _Kept:
         packed = _Kept(tensor, running[-1])
-        kept.append(ref(packed))
+        references.append(ref(packed))
         return packed
 
     with ExitStack() as stack:
@@ -152,7 +152,7 @@ def run_step(model: PreTrainedModel, setting: Setting, mesh: DeviceMesh) -> tupl
                 loss = stage.run().sum()
         forward = exchanges.sent.copy()
         held = [*model.parameters(), *(() if stage is None else (stage.received,))]
-        sizes = _sizes(held, [packed for reference in kept if (packed := reference()) is not None])
+        sizes = _sizes(held, [packed for reference in references if (packed := reference()) is not None])
         loss.backward()
         if setting.checkpointing:  # the recomputed forward communicates again
             exchanges.sent.update(forward)
@@ -207,14 +207,14 @@ class _Kept:
     unit: nn.Module | None
 
 
-def _sizes(held: list[torch.Tensor], kept: list[_Kept]) -> dict[nn.Module | None, int]:
+def _sizes(held: list[torch.Tensor], saved_tensors: list[_Kept]) -> dict[nn.Module | None, int]:
     """Return the bytes that autograd keeps for each unit, without the storages of `held`.
 
     A storage that several units keep counts for the first.
     """
     counted = set(map(_storage, held))  # all are alive, so addresses are unique
     sizes: dict[nn.Module | None, int] = {}
-    for packed in sorted(kept, key=lambda packed: packed.unit is not None):
+    for packed in sorted(saved_tensors, key=lambda packed: packed.unit is not None):
         if _storage(packed.tensor) not in counted:
             counted.add(_storage(packed.tensor))
             sizes[packed.unit] = sizes.get(packed.unit, 0) + local_of(packed.tensor).untyped_storage().nbytes()
@@ -263,7 +263,7 @@ def _stub_experts(model: PreTrainedModel, setting: Setting, stack: ExitStack) ->
     keys = ("num_experts_per_tok", "top_k_experts", "moe_topk", "top_k")
     top_k = next((value for key in keys if (value := getattr(config, key, None))), 1)
     counts = set(expert_counts(model.config))
-    found: dict[nn.Module, int] = {}
+    saved_bytes: dict[nn.Module, int] = {}
     for module in model.modules():
         parameters = [parameter for parameter in module._parameters.values() if parameter is not None]
         stacked = [parameter for parameter in parameters if parameter.ndim == 3 and parameter.shape[0] in counts]
@@ -274,7 +274,7 @@ def _stub_experts(model: PreTrainedModel, setting: Setting, stack: ExitStack) ->
         hidden = config.hidden_size
         features = min(math.prod(shape[1:]) // hidden for shape in locals_)
         choices = setting.seq_len * setting.micro_batch * top_k * share
-        found[module] = int(choices * (2 * hidden + 4 * features) * setting.compute.itemsize)
+        saved_bytes[module] = int(choices * (2 * hidden + 4 * features) * setting.compute.itemsize)
         computes = next(
             cls
             for cls in type(module).__mro__
@@ -284,7 +284,7 @@ def _stub_experts(model: PreTrainedModel, setting: Setting, stack: ExitStack) ->
         )
         stack.enter_context(replaced_here(computes, "forward", lambda self, hidden, *_, **__: hidden * 1))
     stack.enter_context(replaced_here(ExpertsOfThisRank, "forward", _exchanged))
-    return found
+    return saved_bytes
 
 
 def _exchanged(

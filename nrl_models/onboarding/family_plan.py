@@ -94,13 +94,15 @@ def plan_family(source: str | Path, name: str | None = None, *, again: bool = Fa
         module, _ = registry.MODEL_ARCH_MAPPING[architecture]
         raise OnboardingError(f"{architecture} is already served by {module}: nothing was written")
     tiny = structure_of(config)
-    found = detect(model_class, overrides=tiny)
+    detection = detect(model_class, overrides=tiny)
     undecided = []
-    if not found.ok:
-        message = f"the tiny model fails at the step '{found.step}': {found.failure}. Find values for `tiny` that let"
+    if not detection.ok:
+        message = (
+            f"the tiny model fails at the step '{detection.step}': {detection.failure}. Find values for `tiny` that let"
+        )
         message += " it build and run (nrl_models/testing/sizes.py has the rules)."
         undecided.append(message)
-    for layer, names in found.uncalled.items():
+    for layer, names in detection.uncalled.items():
         undecided.append(f"{layer}: {', '.join(names)} was never called; decide whether it belongs to a group")
     undecided += misfits(model_class, config, folder)
     return FamilyPlan(
@@ -110,7 +112,7 @@ def plan_family(source: str | Path, name: str | None = None, *, again: bool = Fa
         config=config,
         kinds=tuple(kinds_of(config)),
         nearest=nearest_family(config),
-        detection=found,
+        detection=detection,
         tiny=tiny,
         undecided=tuple(undecided),
     )
@@ -120,9 +122,9 @@ def _class_of(config: PreTrainedConfig, source: str | Path) -> type[PreTrainedMo
     names = config.architectures or architectures_of(config.model_type)[:1]
     if len(names) != 1:
         raise OnboardingError(f"{source}: its `architectures` is {names}, expected one name")
-    found = getattr(transformers, names[0], None)
-    if isinstance(found, type) and issubclass(found, PreTrainedModel):
-        return found
+    model_class = getattr(transformers, names[0], None)
+    if isinstance(model_class, type) and issubclass(model_class, PreTrainedModel):
+        return model_class
     if note := shared_class_note(config):
         raise OnboardingError(f"{source}: {note}. It needs no family: nothing was written")
     raise OnboardingError(
@@ -173,8 +175,8 @@ def nearest_family(config: PreTrainedConfig) -> tuple[str, float] | None:
     scores = {}
     for family, facts in folders().items():
         if not any(registry.unmet_requirement(name) for name in facts.architectures):
-            found: Any = registry.model_class(facts.architectures[0])
-            other = set(found.reference_class().config_class().to_dict()) - NOT_STRUCTURE
+            model_class: Any = registry.model_class(facts.architectures[0])
+            other = set(model_class.reference_class().config_class().to_dict()) - NOT_STRUCTURE
             scores[family] = len(keys & other) / len(keys | other)
     best = max(scores, key=scores.__getitem__)
     return (best, round(scores[best], 2)) if scores[best] > 0 else None

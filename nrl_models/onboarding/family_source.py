@@ -112,12 +112,12 @@ def model_source(plan: FamilyPlan, limits: Mapping[str, str]) -> str:
 
 def _aliases(plan: FamilyPlan) -> dict[str, str]:
     """Return import aliases of the modules of rewritten layers. The model's own module is `hf`."""
-    own = plan.model_class.__module__
-    found = {own: "hf"}
+    model_module = plan.model_class.__module__
+    aliases = {model_module: "hf"}
     for name in (*plan.detection.groups, *plan.detection.keeps_offsets):
         module = name.partition(":")[0]
-        found.setdefault(module, module.rpartition(".")[2].removeprefix("modeling_"))
-    return found
+        aliases.setdefault(module, module.rpartition(".")[2].removeprefix("modeling_"))
+    return aliases
 
 
 def _made_of(plan: FamilyPlan, layer: str) -> tuple[str, list[str]]:

@@ -133,12 +133,12 @@ def _embedding_rows(model: PreTrainedModel, files: CheckpointFiles) -> int | Non
 
 
 def _sizes(config: PreTrainedConfig) -> dict[str, int | list[int]]:
-    found: dict[str, int | list[int]] = {}
+    sizes: dict[str, int | list[int]] = {}
     for key in SIZES:
         values = [value for value in values_of_layers(config, key) if isinstance(value, int)]
         if values:
-            found[key] = values[0] if len(values) == 1 else values
-    return found
+            sizes[key] = values[0] if len(values) == 1 else values
+    return sizes
 
 
 def kinds_of(config: PreTrainedConfig) -> list[ModelKind]:

@@ -114,8 +114,8 @@ def prove(plan: FamilyPlan, package: str, folder: Path) -> tuple[dict[str, str],
         rerun = run_tests(f"{package}.model", plan.architectures, folder, sorted(concerned))
         lacking = _features(rerun, "limited")
         if lacking.issuperset(limits):
-            kept = [result for result in results if _test(result) not in concerned]
-            results = sorted([*kept, *rerun], key=lambda result: (result["architecture"], result["check"]))
+            unchanged_results = [result for result in results if _test(result) not in concerned]
+            results = sorted([*unchanged_results, *rerun], key=lambda result: (result["architecture"], result["check"]))
             break
         limits = {feature: reason for feature, reason in limits.items() if feature in lacking}
     write_package(plan, limits, folder / package)
@@ -220,7 +220,7 @@ def _register(plan: FamilyPlan, root: Path, results: list[Result]) -> tuple[list
         file = Path(folder) / "results.json"
         versions = {package: version(package) for package in ("nrl_models", "torch", "transformers")}
         file.write_text(json.dumps({"versions": versions, "results": results}))
-        for what, arguments, made in (
+        for subject, arguments, made in (
             (
                 "the ledger of its configuration's keys",
                 ["tools.ledger", "--again", *plan.architectures],
@@ -236,7 +236,7 @@ def _register(plan: FamilyPlan, root: Path, results: list[Result]) -> tuple[list
             done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=root)
             if done.returncode != 0:
                 output = (done.stderr.strip() or done.stdout.strip())[-1000:]
-                problems.append(f"{what} could not be written: {output}")
+                problems.append(f"{subject} could not be written: {output}")
             else:
                 written += made
     return written, problems

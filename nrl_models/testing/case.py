@@ -130,9 +130,9 @@ def widen(model: PreTrainedModel, dtype: torch.dtype) -> None:
 
     A new model has all parameters in `dtype`. Some models do not run in that state.
     """
-    kept = kept_dtypes(model, dtype)
+    kept_dtype = kept_dtypes(model, dtype)
     for name, tensor in model.state_dict(keep_vars=True).items():
-        if wide := kept(name):
+        if wide := kept_dtype(name):
             tensor.data = tensor.data.to(wide)
 
 

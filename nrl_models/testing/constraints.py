@@ -82,14 +82,14 @@ class Constraint:
 @cached
 def constraints_of(config_class: type[PreTrainedConfig]) -> tuple[Constraint, ...]:
     """Return the constraints from the validators of a configuration class and its bases, bounds before equations."""
-    found: list[Constraint] = []
+    constraints: list[Constraint] = []
     for owner in config_class.__mro__:
         if not issubclass(owner, PreTrainedConfig) or owner is PreTrainedConfig:
             continue
         for name, validator in vars(owner).items():
             if name.startswith("validate_") and inspect.isfunction(validator):
-                found += _read(validator)
-    return tuple(sorted(found, key=lambda constraint: constraint.kind is ConstraintKind.EQUAL))
+                constraints += _read(validator)
+    return tuple(sorted(constraints, key=lambda constraint: constraint.kind is ConstraintKind.EQUAL))
 
 
 def sections_of(config_class: type[PreTrainedConfig], total: str) -> tuple[str, ...]:
@@ -204,14 +204,14 @@ def _constraint(kind: ConstraintKind, left: ast.expr, right: ast.expr) -> Constr
     # A divisor is changed before the number it divides, which may be the index of a layer. The larger side of a bound
     # is reduced, because tiny configurations do not have a larger vocabulary.
     sides = (right, left) if kind in (ConstraintKind.MULTIPLE, ConstraintKind.AT_LEAST) else (left, right)
-    whole = [
+    side_paths = [
         path for side in sides if (path := _path(side)) and kind in (ConstraintKind.EQUAL, ConstraintKind.MULTIPLE)
     ]
     inside = [path for side in sides for node in ast.walk(side) if (path := _path(node))]
     # `self.a` inside `self.a.b` is a part, not a key.
     paths = [
         path
-        for path in dict.fromkeys([*whole, *inside])
+        for path in dict.fromkeys([*side_paths, *inside])
         if not any(path == other[: len(path)] != other for other in inside)
     ]
     if not paths:

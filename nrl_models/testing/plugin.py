@@ -145,17 +145,17 @@ def _problem_with(name: str) -> str | None:
             "MODULE:CLASS"
         )
     try:
-        found = getattr(import_module(module), attribute, None)
+        target = getattr(import_module(module), attribute, None)
     except ModuleNotFoundError as error:
         if error.name and f"{module}.".startswith(f"{error.name}."):
             return f"--nrl-family {name}: there is no module {error.name} on the Python path"
         return None
     except ImportError:
         return None
-    if found is None:
+    if target is None:
         return f"--nrl-family {name}: {module} has no {attribute}"
-    if not (isinstance(found, type) and issubclass(found, FamilyModel)):
-        return f"--nrl-family {name}: expected a class that extends FamilyModel (docs/add-a-family.md), not {found!r}"
+    if not (isinstance(target, type) and issubclass(target, FamilyModel)):
+        return f"--nrl-family {name}: expected a class that extends FamilyModel (docs/add-a-family.md), not {target!r}"
     return None
 
 

@@ -76,10 +76,14 @@ class _Shrinking:
                 parts[key] = part_class()
         new_parts = {key: self.config(part, overrides.get(key, {})) for key, part in parts.items()}
         # Values that a parent set in its part, or a file in a model, differ from the class's defaults.
-        given = default_values(config_class)
-        own = {key: value for key, value in old.items() if key not in parts}
-        values = {key: value for key, value in own.items() if key in given and not is_same_value(value, given[key])}
-        sections = next((found for key in sizes.LAYERS if (found := sections_of(config_class, key))), ())
+        defaults = default_values(config_class)
+        leaf_values = {key: value for key, value in old.items() if key not in parts}
+        values = {
+            key: value
+            for key, value in leaf_values.items()
+            if key in defaults and not is_same_value(value, defaults[key])
+        }
+        sections = next((section_keys for key in sizes.LAYERS if (section_keys := sections_of(config_class, key))), ())
         layers = KeptLayers(old, next((overrides[key] for key in sizes.LAYERS if key in overrides), None), sections)
         values |= self._values(default, old, layers, parts, new_parts)
         values |= new_parts
@@ -97,21 +101,21 @@ class _Shrinking:
         self, default: PreTrainedConfig, old: Values, layers: KeptLayers, parts: Parts, new_parts: Parts
     ) -> dict[str, Any]:
         """Return new values for the keys that change."""
-        public = {own: name for name, own in default.attribute_map.items()}
+        public = {internal: name for name, internal in default.attribute_map.items()}
         new: dict[str, Any] = {}
         for key, value in old.items():
             if key in parts or key in ("per_layer_config", "rope_parameters"):
                 continue
-            kept = layers.value(key, value)
-            value = value if kept is None else kept
+            layer_value = layers.value(key, value)
+            value = value if layer_value is None else layer_value
             result = self._value(key, value, public.get(key, key), derived=key not in _given_by_default(type(default)))
-            if (result := kept if result is None else result) is not None:
+            if (result := layer_value if result is None else result) is not None:
                 new[key] = result
         new |= _equations({**old, **parts}, {**old, **new, **new_parts})
         if layers.own_values:
             new["per_layer_config"] = {
-                str(place): self._own_values_of_layer(values, old, new, public)
-                for place, values in layers.own_values.items()
+                str(new_number): self._own_values_of_layer(values, old, new, public)
+                for new_number, values in layers.own_values.items()
             }
         if rope := self._rope(default, old, {**old, **new}):
             new["rope_parameters"] = rope
@@ -144,15 +148,15 @@ class _Shrinking:
     ) -> dict[str, Any]:
         """Return the separate values of one layer, in the same proportion to the model's values as before."""
         model = {**old, **new}
-        own: dict[str, Any] = {}
+        layer_values: dict[str, Any] = {}
         for key, value in values.items():
             is_size = key in sizes.SIZES or public.get(key) in sizes.SIZES
             if is_size and type(value) is int and value and type(old.get(key)) is int and old[key]:
-                own[key] = max(1, model[key] * value // old[key])
+                layer_values[key] = max(1, model[key] * value // old[key])
             else:
-                own[key] = value if (size := _size(key, value, public.get(key, key))) is None else size
-        equal = _equations({**old, **values}, {**model, **own})
-        return own | {key: value for key, value in equal.items() if key in own or value != model[key]}
+                layer_values[key] = value if (size := _size(key, value, public.get(key, key))) is None else size
+        equal = _equations({**old, **values}, {**model, **layer_values})
+        return layer_values | {key: value for key, value in equal.items() if key in layer_values or value != model[key]}
 
     def _rope(self, default: PreTrainedConfig, old: Values, new: Values) -> dict[str, Any] | None:
         parameters = old.get("rope_parameters") or {}
@@ -162,16 +166,16 @@ class _Shrinking:
         known = getattr(default, "ignore_keys_at_rope_validation", None) or ()
         sections = self.needs.rope == "sections" or "mrope_section" in known
 
-        def one(given: Values) -> dict[str, Any]:
-            result = {"rope_type": "default", "rope_theta": 1e4, **given}
-            pairs = int(head_dim * given.get("partial_rotary_factor", 1.0)) // 2
-            if sections or "mrope_section" in given:
-                result["mrope_section"] = _shares(pairs, given.get("mrope_section") or (1, 1, 1))
-            if "original_max_position_embeddings" in given:
+        def one(rope: Values) -> dict[str, Any]:
+            result = {"rope_type": "default", "rope_theta": 1e4, **rope}
+            pairs = int(head_dim * rope.get("partial_rotary_factor", 1.0)) // 2
+            if sections or "mrope_section" in rope:
+                result["mrope_section"] = _shares(pairs, rope.get("mrope_section") or (1, 1, 1))
+            if "original_max_position_embeddings" in rope:
                 result["original_max_position_embeddings"] = 8  # less than the test sequences
             for key in ("short_factor", "long_factor"):
-                if key in given:
-                    result[key] = given[key][:pairs]
+                if key in rope:
+                    result[key] = rope[key][:pairs]
             return result
 
         if nested := {key: one(value) for key, value in parameters.items() if isinstance(value, Mapping)}:
@@ -214,13 +218,13 @@ def _read_only(config_class: type[PreTrainedConfig]) -> frozenset[str]:
 
 def _token_ids(root: PreTrainedConfig) -> dict[int, int]:
     """Assign a new id to each id of a special token in `root` and its parts. Return new ids by old id."""
-    found: dict[int, int] = {}
+    new_ids: dict[int, int] = {}
     for key, value in all_values(root):
         if sizes.is_token(key) and key not in sizes.COMMON_TOKENS:
             for element in value if isinstance(value, (list, tuple)) else [value]:
                 if type(element) is int:
-                    found.setdefault(element, sizes.FIRST_SPECIAL + len(found))
-    return found
+                    new_ids.setdefault(element, sizes.FIRST_SPECIAL + len(new_ids))
+    return new_ids
 
 
 # Values
@@ -242,8 +246,8 @@ def _at_most(most: int, value: Any) -> Any:
 
 def _is_large_width(key: str, value: Any) -> bool:
     values = value if isinstance(value, (list, tuple)) else [value]
-    whole = bool(values) and all(type(element) is int for element in values)
-    return key.endswith(sizes.WIDTH_SUFFIXES) and whole and max(values) > sizes.WIDTH
+    all_integers = bool(values) and all(type(element) is int for element in values)
+    return key.endswith(sizes.WIDTH_SUFFIXES) and all_integers and max(values) > sizes.WIDTH
 
 
 def _in_form_of(value: Any, size: float) -> Any:

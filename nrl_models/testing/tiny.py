@@ -65,14 +65,14 @@ def tiny_config(
     Raises:
         TinyModelError: If the class cannot be built from any configuration.
     """
-    found = find_tiny(source, overrides, model_class)
-    if found.config is None or (model_class is not None and found.reached == "configuration"):
+    tiny = find_tiny(source, overrides, model_class)
+    if tiny.config is None or (model_class is not None and tiny.reached == "configuration"):
         name = (model_class or (source if isinstance(source, type) else type(source))).__name__
         raise TinyModelError(
-            f"cannot build a tiny {name}: {one_line(found.failure) if found.failure else 'no configuration'}. "
+            f"cannot build a tiny {name}: {one_line(tiny.failure) if tiny.failure else 'no configuration'}. "
             "If a value is wrong, set it by its key in a family's `tiny`."
-        ) from found.failure
-    return copy.deepcopy(found.config)
+        ) from tiny.failure
+    return copy.deepcopy(tiny.config)
 
 
 _found: dict[Any, Tiny] = {}
@@ -86,8 +86,8 @@ def find_tiny(
     First, the rules alone are tried. If `model_class` does not run with the result, all unset keys are filled from
     `sizes.MISSING`. Then each key is removed again if the model reaches the same stage without it.
     """
-    given = source if isinstance(source, type) else (type(source), source.to_json_string())
-    key = (given, repr(overrides), model_class)
+    source_key = source if isinstance(source, type) else (type(source), source.to_json_string())
+    key = (source_key, repr(overrides), model_class)
     if key not in _found:
         with silent_transformers(), torch.random.fork_rng(devices=[]):
             _found[key] = _find(source, overrides or {}, model_class)

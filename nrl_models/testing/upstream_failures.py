@@ -64,10 +64,10 @@ def is_of_reading_back(error: Exception, case: FamilyCase) -> bool:
     """Return True if an error lists only tensors that transformers' class changes when it loads what it saved."""
     if not isinstance(error, TensorsDifferError):
         return False
-    found = error.comparison
-    if found.missing or found.extra or not all(map(math.isfinite, found.max_diffs.values())):
+    comparison = error.comparison
+    if comparison.missing or comparison.extra or not all(map(math.isfinite, comparison.max_diffs.values())):
         return False
-    return found.max_diffs.keys() <= tensors_not_read_back(case)
+    return comparison.max_diffs.keys() <= tensors_not_read_back(case)
 
 
 def tensors_not_read_back(case: FamilyCase) -> frozenset[str]:

@@ -30,7 +30,7 @@ def assert_close(
 ) -> None:
     """Assert equality within the dtype's tolerance, absolute and relative, times `scale`."""
     tolerance = TOLERANCE[dtype] * scale
-    say = (lambda found: f"{message}: {found}") if message else None
+    say = (lambda torch_message: f"{message}: {torch_message}") if message else None
     torch.testing.assert_close(actual, expected, atol=tolerance, rtol=tolerance, msg=say)
 
 
@@ -52,9 +52,9 @@ def all_tensors(folder: Path) -> dict[str, torch.Tensor]:
 
 def assert_same_tensors(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
     """Assert that names, dtypes and values are bitwise equal."""
-    found = compare_state_dicts(expected, actual, verbose=False)
-    if not found.equal:
-        raise TensorsDifferError(found)
+    comparison = compare_state_dicts(expected, actual, verbose=False)
+    if not comparison.equal:
+        raise TensorsDifferError(comparison)
 
 
 class _OperatorCounter(TorchDispatchMode):

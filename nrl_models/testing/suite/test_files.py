@@ -36,8 +36,8 @@ def test_load_from_transformers(family_case: FamilyCase, tmp_path: Path) -> None
     assert not model.training
     # Frozen: parameters that transformers' class freezes when it is built. Its loading unfreezes them.
     tensors = model.state_dict_adapter.transformers
-    own = {parameter for name in frozen for parameter in tensors[name].parameters}
-    assert {name for name, parameter in model.named_parameters() if not parameter.requires_grad} == own
+    frozen_parameters = {parameter for name in frozen for parameter in tensors[name].parameters}
+    assert {name for name, parameter in model.named_parameters() if not parameter.requires_grad} == frozen_parameters
 
 
 @pytest.mark.thorough
@@ -47,8 +47,8 @@ def test_load_in_another_dtype(family_case: FamilyCase, tmp_path: Path) -> None:
     family_case.reference(torch.bfloat16).save_pretrained(tmp_path)
     reference = family_case.reference_class.from_pretrained(tmp_path, dtype=torch.float32)
     model = family_case.model_class.from_pretrained(tmp_path, dtype=torch.float32)
-    own = model.state_dict_adapter.to_hf(model.state_dict(), layout="transformers")
-    assert_same_tensors(own, reference.state_dict())
+    converted = model.state_dict_adapter.to_hf(model.state_dict(), layout="transformers")
+    assert_same_tensors(converted, reference.state_dict())
 
 
 @proves("files")
@@ -91,22 +91,22 @@ def test_mtp_weights_are_kept(family_case: FamilyCase, tmp_path: Path) -> None:
     published, file = tmp_path / "published", tmp_path / "published" / "model.safetensors"
     family_case.reference(torch.bfloat16).save_pretrained(published)
     plain = family_case.model_class.from_pretrained(published)
-    own = all_tensors(published)
+    base_tensors = all_tensors(published)
     mtp = mtp_tensors(plain)
-    save_file(own | mtp, file, metadata={"format": "pt"})
+    save_file(base_tensors | mtp, file, metadata={"format": "pt"})
     model = family_case.model_class.from_pretrained(published)
     assert_same_tensors(model.state_dict(), plain.state_dict())
-    kept = mtp if predicts_words(model) else {}
+    saved_mtp = mtp if predicts_words(model) else {}
     model.save_pretrained(tmp_path / "again")
-    assert_same_tensors(all_tensors(tmp_path / "again"), own | kept)
+    assert_same_tensors(all_tensors(tmp_path / "again"), base_tensors | saved_mtp)
     exported = dict(model.state_dict_adapter.iter_export(model))
-    assert_same_tensors({name: exported.pop(name) for name in kept}, kept)
+    assert_same_tensors({name: exported.pop(name) for name in saved_mtp}, saved_mtp)
     assert_same_tensors(exported, dict(plain.state_dict_adapter.iter_export(plain)))
     plan = {name: (shape, dtype) for name, shape, dtype in model.state_dict_adapter.export_plan()}
-    assert plan == {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in (exported | kept).items()}
+    assert plan == {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in (exported | saved_mtp).items()}
     without = family_case.model_class.from_pretrained(published, mtp="drop")
     without.save_pretrained(tmp_path / "without")
-    assert_same_tensors(all_tensors(tmp_path / "without"), own)
-    save_file(own | mtp | {"model.layers.999.eh_proj.weight": torch.ones(2)}, file, metadata={"format": "pt"})
+    assert_same_tensors(all_tensors(tmp_path / "without"), base_tensors)
+    save_file(base_tensors | mtp | {"model.layers.999.eh_proj.weight": torch.ones(2)}, file, metadata={"format": "pt"})
     with pytest.raises(CheckpointError, match=r"unexpected: model\.layers\.999"):
         family_case.model_class.from_pretrained(published)

@@ -57,15 +57,15 @@ def test_names_are_transformers(family_case: FamilyCase) -> None:
 def test_called_twice(family_case: FamilyCase) -> None:
     """Check that a second call of a layer with the same tensor and new weights uses the new weights."""
     for layer, original, call in _layers_with_groups(family_case):
-        found = []
+        gradients_by_module = []
         for module in (layer, original):
             gradients = []
             module.requires_grad_(True)  # some classes freeze their parameters
             weights = {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
             for _ in range(2):
                 # The tensors are the same each time, but a cache in the arguments is copied, so that it does not grow.
-                kept = {id(tensor): tensor for tensor in tensors_in((call.args, call.kwargs))}
-                args, kwargs = copy.deepcopy((call.args, call.kwargs), kept)
+                memo = {id(tensor): tensor for tensor in tensors_in((call.args, call.kwargs))}
+                args, kwargs = copy.deepcopy((call.args, call.kwargs), memo)
                 outputs = list(tensors_in(module(*args, **kwargs)))
                 loss = torch.stack([tensor.float().pow(2).sum() for tensor in outputs]).sum()
                 learned = list(module.parameters()) if loss.requires_grad else []  # an indexer runs without gradients
@@ -78,8 +78,8 @@ def test_called_twice(family_case: FamilyCase) -> None:
             with torch.no_grad():
                 for name, parameter in module.named_parameters():
                     parameter.copy_(weights[name])
-            found.append(gradients)
-        actual, expected = found
+            gradients_by_module.append(gradients)
+        actual, expected = gradients_by_module
         for ours, theirs in zip(actual, expected, strict=True):
             scale = max(float(gradient.abs().max()) for gradient in theirs if gradient is not None)
             assert_close(ours, theirs, scale=max(1.0, scale))
@@ -99,9 +99,9 @@ def test_unused_parts_get_no_gradient(family_case: FamilyCase) -> None:
         assert all(part.weight.grad is None for part in others), owner
 
 
-def _flip(tensor: torch.Tensor, how: str) -> None:
+def _flip(tensor: torch.Tensor, mode: str) -> None:
     # The order of the numbers is changed, because a following norm would hide a change of scale.
-    if how == "in place":
+    if mode == "in place":
         tensor.copy_(tensor.flip(-1))
     else:
         tensor.data = tensor.data.flip(-1)
@@ -113,12 +113,12 @@ def test_edits_while_running(family_case: FamilyCase) -> None:
     """Edit the input or a weight after the first call of a group: later calls use the new values."""
     for layer, original, call in _layers_with_groups(family_case):
         for names in _own_groups(layer):
-            for what, how in itertools.product(("input", "weights"), ("in place", "data")):
-                actual, expected = (_run_edited(owner, names, what, how, call) for owner in (layer, original))
-                assert_close(actual, expected, message=f"{type(original).__name__}: {what} {how}")
+            for target, mode in itertools.product(("input", "weights"), ("in place", "data")):
+                actual, expected = (_run_edited(owner, names, target, mode, call) for owner in (layer, original))
+                assert_close(actual, expected, message=f"{type(original).__name__}: {target} {mode}")
 
 
-def _run_edited(owner: nn.Module, names: tuple[str, ...], what: str, how: str, call: Call) -> list[torch.Tensor]:
+def _run_edited(owner: nn.Module, names: tuple[str, ...], target: str, mode: str, call: Call) -> list[torch.Tensor]:
     """Run a layer, and change the input or other weights after the first of these linears is called.
 
     Afterwards, the weights have their previous values and location.
@@ -132,8 +132,8 @@ def _run_edited(owner: nn.Module, names: tuple[str, ...], what: str, how: str, c
         if not done and any(module is part for part in parts):
             done.append(True)
             with torch.no_grad():
-                for tensor in args[:1] if what == "input" else [part.weight for part in parts if part is not module]:
-                    _flip(tensor, how)
+                for tensor in args[:1] if target == "input" else [part.weight for part in parts if part is not module]:
+                    _flip(tensor, mode)
 
     handle = register_module_forward_hook(edit)
     try:
@@ -153,10 +153,10 @@ def test_replaced_weights(family_case: FamilyCase) -> None:
     for name, call in calls.items():
         layers = model.get_submodule(name), reference.get_submodule(name)
         groups = _own_groups(layers[0])
-        for place in (0, -1):  # one at a time, because a group's memory is freed with its last weight
+        for index in (0, -1):  # one at a time, because a group's memory is freed with its last weight
             for layer in layers:
-                for part in [getattr(layer, names[place]) for names in groups]:
-                    if place == 0:
+                for part in [getattr(layer, names[index]) for names in groups]:
+                    if index == 0:
                         part.weight.data = part.weight.data.flip(1)
                     else:
                         part.weight = nn.Parameter(part.weight.detach().flip(1))

@@ -31,7 +31,7 @@ def test_declaration_matches_trace(family_case: FamilyCase) -> None:
     reference, model = family_case.reference(), family_case.model()
     with record_calls(reference) as called:
         traced = trace_linears(reference, lambda: reference(**family_case.inputs())).groups
-    found = {(owner, frozenset(group)) for owner, groups in traced.items() for group in groups}
+    traced_groups = {(owner, frozenset(group)) for owner, groups in traced.items() for group in groups}
     declared = {(owner, frozenset(group.linears)) for owner, _, group in groups_of(model)}
     known = {type(reference.get_submodule(name)) for name in called}
     package = type(reference).__module__.rpartition(".")[0]
@@ -41,7 +41,7 @@ def test_declaration_matches_trace(family_case: FamilyCase) -> None:
         if owner not in called
         and ((layer := type(reference.get_submodule(owner))) in known or layer.__module__.rpartition(".")[0] != package)
     }
-    assert declared - unseen == found
+    assert declared - unseen == traced_groups
 
 
 @proves("layers")
@@ -69,15 +69,15 @@ def test_layer_equivalence(family_case: FamilyCase, dtype: torch.dtype) -> None:
         assert saved == _matmuls_saved(layer, name, calls), name
         expected = run_layer(original, call)
         assert expected, f"{type(original).__name__} returns no tensor to compare"
-        whole = isinstance(original, PreTrainedModel) and dtype == torch.float32
-        scale = _rounding(original, call, expected) if whole else 1.0
+        is_fp32_model = isinstance(original, PreTrainedModel) and dtype == torch.float32
+        scale = _rounding(original, call, expected) if is_fp32_model else 1.0
         assert_close(run_layer(layer, call), expected, dtype, scale, message=f"{name} ({type(original).__name__})")
 
 
 def _class_of(module: nn.Module) -> Any:
     """Return a module's class without parametrizations and without the wrapped forward of inner models."""
-    found = type_before_parametrizations(module)
-    return found.wraps if issubclass(found, KeepsDocumentsApart) else found
+    module_class = type_before_parametrizations(module)
+    return module_class.wraps if issubclass(module_class, KeepsDocumentsApart) else module_class
 
 
 def _rounding(original: nn.Module, call: Call, expected: list[torch.Tensor]) -> float:

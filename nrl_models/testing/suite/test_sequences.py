@@ -58,14 +58,14 @@ def test_right_padding(family_case: FamilyCase) -> None:
     check_padding(family_case, lambda room, length: slice(length))
 
 
-def check_padding(case: FamilyCase, place: Callable[[int, int], slice]) -> None:
-    """Compare documents in one padded batch, each at `place(room, length)`, with separate runs."""
+def check_padding(case: FamilyCase, columns_for: Callable[[int, int], slice]) -> None:
+    """Compare documents in one padded batch, each at `columns_for(room, length)`, with separate runs."""
     model, documents = case.model(), documents_of(case)
     room = max(len(document) for document in documents)
     input_ids = torch.zeros(len(documents), room, dtype=torch.long, device=case.device)
     mask = torch.zeros_like(input_ids)
     for row, document in enumerate(documents):
-        where = place(room, len(document))
+        where = columns_for(room, len(document))
         input_ids[row, where], mask[row, where] = document, 1
     position_ids = token_positions(mask)
     with torch.no_grad():
@@ -141,10 +141,15 @@ def test_documents_get_no_gradient_from_each_other(family_case: FamilyCase) -> N
     with recomputed(family_case), embeddings_of(model) as embedded:
         logits = model(**packed).logits
         gradients = torch.autograd.grad(logits[0, -last:].square().sum(), embedded, allow_unused=True)
-    found = [torch.zeros_like(part) if own is None else own for part, own in zip(embedded, gradients, strict=True)]
+    part_gradients = [
+        torch.zeros_like(part) if gradient is None else gradient
+        for part, gradient in zip(embedded, gradients, strict=True)
+    ]
     length = packed["input_ids"].shape[1]
-    *others, own = found if len(found) > 1 else found[0].split([length - last, last], 1)
-    assert own.abs().sum() > 0
+    *others, last_gradient = (
+        part_gradients if len(part_gradients) > 1 else part_gradients[0].split([length - last, last], 1)
+    )
+    assert last_gradient.abs().sum() > 0
     assert all(other.abs().max() == 0 for other in others)
 
 
@@ -163,13 +168,13 @@ def test_shared_prompts(family_case: FamilyCase) -> None:
     sequences = [row[:size] for row, size in zip(rows, (20, 24, 15, 14, 22, 10), strict=True)]
     positions = [torch.arange(start, len(row)) for row, start in zip(sequences, shared, strict=True)]
     packed = torch.cat([row[start:] for row, start in zip(sequences, shared, strict=True)])[None]
-    own = [row[start:] for row, start in zip(logits_alone(case, sequences), shared, strict=True)]
+    expected_logits = [row[start:] for row, start in zip(logits_alone(case, sequences), shared, strict=True)]
     with sharing_prompts():
         logits = model(input_ids=packed, position_ids=torch.cat(positions)[None].to(case.device)).logits[0]
     message = 'completions of a shared prompt have other logits, which a limit "shared prompts" declares'
-    assert_close(logits, torch.cat(own), scale=10, message=message)
+    assert_close(logits, torch.cat(expected_logits), scale=10, message=message)
     weights = torch.randn(logits.shape, generator=torch.Generator().manual_seed(0)).to(logits)
-    found = gradients_of(model, (logits * weights).sum())
+    gradients = gradients_of(model, (logits * weights).sum())
     pieces = weights.split([len(each) for each in positions])
     separate = [
         model(input_ids=row[None], use_cache=False).logits[0, start:]
@@ -177,7 +182,7 @@ def test_shared_prompts(family_case: FamilyCase) -> None:
     ]
     expected = gradients_of(model, sum((row * piece).sum() for row, piece in zip(separate, pieces, strict=True)))
     bound = 2e-4 * max(gradient.abs().max().item() for gradient in expected)
-    for actual, gradient in zip(found, expected, strict=True):
+    for actual, gradient in zip(gradients, expected, strict=True):
         torch.testing.assert_close(actual, gradient, rtol=0, atol=bound)
 
 

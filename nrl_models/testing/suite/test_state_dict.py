@@ -20,23 +20,23 @@ def test_state_dict_roundtrip(family_case: FamilyCase) -> None:
     """Check that tensors convert to both Hugging Face layouts and back exactly, and equal the reference's."""
     model, reference = family_case.model(), family_case.reference()
     adapter = model.state_dict_adapter
-    own = model.state_dict()
+    state_dict = model.state_dict()
     expected: dict[Any, dict[str, torch.Tensor]] = {
         "transformers": reference.state_dict(),
         "hub": revert_weight_conversion(reference, dict(reference.state_dict())),
     }
     for layout, tensors in expected.items():
-        converted = adapter.to_hf(own, layout=layout)
+        converted = adapter.to_hf(state_dict, layout=layout)
         assert_same_tensors(converted, tensors)
-        assert_same_tensors(adapter.from_hf(converted), own)
+        assert_same_tensors(adapter.from_hf(converted), state_dict)
 
 
 @proves("state dict")
 def test_load_state_dict_takes_hub_names(family_case: FamilyCase) -> None:
     """Check that a state dict with hub names loads, in two shards that each have only parts of some parameters."""
     model = family_case.model()
-    own, hub = model.state_dict(), model.state_dict_adapter.to_hf(model.state_dict())
-    if hub.keys() <= own.keys():
+    state_dict, hub = model.state_dict(), model.state_dict_adapter.to_hf(model.state_dict())
+    if hub.keys() <= state_dict.keys():
         return  # torch's own rules
     loaded = copy.deepcopy(model)
     for tensor in loaded.state_dict().values():
@@ -45,7 +45,7 @@ def test_load_state_dict_takes_hub_names(family_case: FamilyCase) -> None:
     for shard in (names[::2], names[1::2]):
         result = loaded.load_state_dict({name: hub[name] for name in shard}, strict=False)
         assert not result.unexpected_keys
-    assert_same_tensors(loaded.state_dict(), own)
+    assert_same_tensors(loaded.state_dict(), state_dict)
 
 
 @pytest.mark.thorough
@@ -100,20 +100,20 @@ def test_single_tensor_export(family_case: FamilyCase) -> None:
     """
     model = family_case.model()
     adapter = model.state_dict_adapter
-    own = model.state_dict()
+    state_dict = model.state_dict()
     joint = {key for tensor in adapter.hub.values() if len(tensor.parameters) > 1 for key in tensor.parameters}
     one_by_one = {
         name: tensor
-        for key in own.keys() - joint
-        for name, tensor in adapter.convert_single_tensor_to_hf(key, own[key])
+        for key in state_dict.keys() - joint
+        for name, tensor in adapter.convert_single_tensor_to_hf(key, state_dict[key])
     }
     for key in joint:
         with pytest.raises(ValueError, match="convert them together"):
-            adapter.convert_single_tensor_to_hf(key, own[key])
-    all_at_once = adapter.to_hf(own)
+            adapter.convert_single_tensor_to_hf(key, state_dict[key])
+    all_at_once = adapter.to_hf(state_dict)
     parts_of_joint = {tensor.name for key in joint for tensor in adapter.tensors_in(key, "hub")}
     assert_same_tensors(one_by_one, {key: all_at_once[key] for key in all_at_once.keys() - parts_of_joint})
-    storages = {tensor.untyped_storage().data_ptr() for tensor in own.values()}
+    storages = {tensor.untyped_storage().data_ptr() for tensor in state_dict.values()}
     # Reordered rows (rotary weights) and padded tensors are not views; all others may not be copied.
     copied = {
         name
