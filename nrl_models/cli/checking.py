@@ -102,8 +102,9 @@ def refit_check(
     threshold: Annotated[
         float,
         number(
-            "A transfer passes if its token_mult_prob_error is at most a bound, which the command computes: for the "
-            "first transfer from the dtype, for the second from the error of the first. No bound is larger than FLOAT. "
+            "A transfer passes if its token_mult_prob_error is at most a bound. The command computes this bound from "
+            "the dtype (first transfer) or from the first transfer's error (second transfer). No bound is larger than "
+            "FLOAT. "
             "token_mult_prob_error is the mean over tokens of (larger probability / smaller probability); the two "
             "probabilities are the trainer's and the engine's.",
             panel=BOUNDS,

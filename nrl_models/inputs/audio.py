@@ -78,8 +78,8 @@ def audio_inputs(model: PreTrainedModel, inputs: Inputs, generator: torch.Genera
         return None
     if frames := getattr(model.config, FRAMES_OF_TOKEN, None):
         batch, length = inputs["input_ids"].shape
-        widths = filter(None, (_width(vars(part)) for part in parts(model.config).values()))
-        return inputs | {name: torch.randn(batch, next(widths), frames * length, generator=generator)}
+        width = next(filter(None, (_width(vars(part)) for part in parts(model.config).values())), None)
+        return width and inputs | {name: torch.randn(batch, width, frames * length, generator=generator)}
     for clips in _forms(model.config, name, known, len(inputs["input_ids"]), generator):
         try:
             counts = [] if method is None else _counts(model.config, run_on(model, method, clips), len(clips[name]))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 from collections import defaultdict
 from collections.abc import Collection, Mapping
+from zlib import crc32
 
 import torch
 from torch import nn
@@ -186,7 +187,7 @@ def _initialize_missing(model: PreTrainedModel, fit: Fit, device: torch.device, 
         }
         mark_initialized(full_module, False)
         with random_states_kept(), torch.no_grad():
-            torch.manual_seed(seed)
+            torch.manual_seed(seed ^ crc32(owner.encode()))  # modules get different values, ranks the same
             model._init_weights(full_module)
         for attribute in attributes:
             placeholder = module._parameters.get(attribute)

@@ -128,6 +128,18 @@ def test_new_head_is_equal_on_all_ranks(two: World, llama: Path, layout: str, ke
 
 
 @pytest.mark.parametrize("layout", ["fsdp", "tp"])
+def test_missing_layers_get_different_values(two: World, llama: Path, tmp_path: Path, layout: str) -> None:
+    shutil.copytree(llama, tmp_path, dirs_exist_ok=True)
+    for file in tmp_path.glob("*.safetensors"):
+        kept = {name: tensor for name, tensor in load_file(file).items() if "down_proj" not in name}
+        save_file(kept, file, {"format": "pt"})
+    for results in two.run(partial(loading.initializes_layers, **LAYOUTS[layout]), str(tmp_path)):
+        assert min(results["std"]) > 0.01
+        assert not results["equal layers"]
+        assert results["equal ranks"]
+
+
+@pytest.mark.parametrize("layout", ["fsdp", "tp"])
 def test_load_state_dict_over_mesh(two: World, llama: Path, layout: str) -> None:
     two.run(partial(loading.loads_state_dict, **LAYOUTS[layout]), str(llama))
 

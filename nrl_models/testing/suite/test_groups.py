@@ -179,7 +179,7 @@ def _calls(case: FamilyCase) -> dict[str, Call]:
     chosen: dict[tuple[type, tuple[str, ...]], str] = {}
     for name in calls:
         if name in owners:
-            groups = tuple(name for owner, name, _ in groups_of(model) if owner == name)
+            groups = tuple(group_name for owner, group_name, _ in groups_of(model) if owner == name)
             chosen.setdefault((type(reference.get_submodule(name)), groups), name)
     return {name: calls[name].with_random_input(seed=SEED) for name in chosen.values()}
 

@@ -151,3 +151,17 @@ def loads_classifier(folder: str, keywords: dict[str, Any], **sizes: int) -> dic
         "same": all(torch.equal(value, gathered[0]) for value in gathered),
         "body": all(torch.equal(tensor, expected[name]) for name, tensor in weights.items() if name != "score.weight"),
     }
+
+
+def initializes_layers(folder: str, **sizes: int) -> dict[str, Any]:
+    """Load a checkpoint that lacks a linear of every layer. Layers get different values, all ranks the same."""
+    model = AutoModelForCausalLM.from_pretrained(folder, mesh=mesh_of(**sizes), strict=False)
+    weights = dict(model.state_dict_adapter.iter_export(model))
+    initialized = [weights[f"model.layers.{index}.mlp.down_proj.weight"] for index in range(2)]
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, initialized)
+    return {
+        "std": [float(weight.std()) for weight in initialized],
+        "equal layers": torch.equal(*initialized),
+        "equal ranks": all(torch.equal(*pair) for found in gathered for pair in zip(found, initialized, strict=True)),
+    }
