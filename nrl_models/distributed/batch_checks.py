@@ -121,11 +121,11 @@ def _states_differ_in(group: DeviceMesh, name: str, inputs: Mapping[str, Any], s
     shapes = zlib.crc32(repr([(key, value.shape, value.dtype) for key, value in tensors.items()]).encode())
     digests = [torch.tensor(shapes, device=device), *(exact_digest(value).to(device) for value in tensors.values())]
     # Same size on all ranks, even if they have different numbers of tensors.
-    own = torch.stack([exact_digest(torch.stack(digests)), torch.tensor(state, device=device)])
-    everyone = [torch.empty_like(own) for _ in range(group.size())]
+    local_hashes = torch.stack([exact_digest(torch.stack(digests)), torch.tensor(state, device=device)])
+    gathered_hashes = [torch.empty_like(local_hashes) for _ in range(group.size())]
     with reporting_dead_ranks(f"compare the batches of {name}"):
-        dist.all_gather(everyone, own, group=group.get_group())
-    batches, states = torch.stack(everyone).T.tolist()
+        dist.all_gather(gathered_hashes, local_hashes, group=group.get_group())
+    batches, states = torch.stack(gathered_hashes).T.tolist()
     if len(set(batches)) == 1:
         return len(set(states)) > 1
     facts = {key: (tuple(value.shape), str(value.dtype), int(exact_digest(value))) for key, value in tensors.items()}

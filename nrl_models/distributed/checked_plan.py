@@ -71,10 +71,10 @@ def plan_for(model: PreTrainedModel, mesh: DeviceMesh, plan: Plan | ParallelPlan
         if not isinstance(plan, str):
             problems += _unknown_names(model, plan)
             overridden = styles_by_name(model, plan)
-            kept = {
+            default_styles = {
                 name: style for name, style in styles_by_name(model, chosen.tensor).items() if name not in overridden
             }
-            chosen = replace(chosen, tensor={**kept, **plan})
+            chosen = replace(chosen, tensor={**default_styles, **plan})
     else:
         problem = Problem(ProblemKind.PLAN, repr(plan), "is neither 'auto' nor rules by name")
         raise ShardingError("no such plan", [problem])

@@ -36,8 +36,8 @@ def kept_parameters(model: nn.Module, plan: ParallelPlan) -> dict[str, nn.Parame
     """
     weights = {name: weight for name, weight in model.named_parameters() if weight.is_floating_point()}
     if plan.param_dtype is not None:
-        kept = kept_dtypes(model, plan.param_dtype)
-        return {name: weight for name, weight in weights.items() if kept(name) not in (None, plan.param_dtype)}
+        dtype_of = kept_dtypes(model, plan.param_dtype)
+        return {name: weight for name, weight in weights.items() if dtype_of(name) not in (None, plan.param_dtype)}
     trained = {name: weight for name, weight in weights.items() if weight.requires_grad}
     counts = Counter(weight.dtype for weight in trained.values())
     usual = max(counts, key=lambda dtype: counts[dtype], default=None)
@@ -59,32 +59,32 @@ class KeptApart:
     Args:
         mesh: Mesh with the dimension `fsdp`.
         plan: Its `param_dtype` does not apply to the kept parameters.
-        kept: See `kept_parameters`.
+        separate_parameters: See `kept_parameters`.
 
     Raises:
         ShardingError: If the installed torch has one group per unit.
     """
 
-    def __init__(self, mesh: DeviceMesh, plan: ParallelPlan, kept: dict[str, nn.Parameter]) -> None:
+    def __init__(self, mesh: DeviceMesh, plan: ParallelPlan, separate_parameters: dict[str, nn.Parameter]) -> None:
         if FSDPMeshInfo is None:
-            name, weight = next(iter(kept.items()))
+            name, weight = next(iter(separate_parameters.items()))
             detail = (
-                f"stays in {dtype_name(weight.dtype)}, as do {len(kept) - 1} others, and torch {torch.__version__} "
-                "requires one dtype for all parameters under fsdp: install a newer torch (2.13 and 2.15 were tested), "
-                "or load with dtype=torch.float32 and no param_dtype"
+                f"stays in {dtype_name(weight.dtype)}, as do {len(separate_parameters) - 1} others, and torch "
+                f"{torch.__version__} requires one dtype for all parameters under fsdp: install a newer torch (2.13 "
+                "and 2.15 were tested), or load with dtype=torch.float32 and no param_dtype"
             )
             raise ShardingError("cannot shard the model", [Problem(ProblemKind.PLAN, name, detail)])
         self.info: Any = copy.copy(FSDPMeshInfo(mesh["fsdp"], shard_mesh_dim=0))
         self.info.shard_process_group = separate_group(mesh)
         self.policy = MixedPrecisionPolicy(reduce_dtype=plan.reduce_dtype, cast_forward_inputs=False)
-        self.ids = {id(parameter) for parameter in kept.values()}
+        self.ids = {id(parameter) for parameter in separate_parameters.values()}
 
     def placed(self, placement: Callable[[nn.Parameter], Shard | None]) -> Callable[[nn.Parameter], Any]:
         """Return `fully_shard`'s `shard_placement_fn` that moves the kept parameters into their own group."""
 
         def place(parameter: nn.Parameter) -> Any:
-            found = placement(parameter)
-            return ShardPlacementResult(found, self.info) if id(parameter) in self.ids else found
+            shard = placement(parameter)
+            return ShardPlacementResult(shard, self.info) if id(parameter) in self.ids else shard
 
         return place
 

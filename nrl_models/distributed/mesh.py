@@ -37,13 +37,13 @@ def check_mesh(mesh: DeviceMesh) -> None:
         )
     names = mesh.mesh_dim_names or ()
     expected = f"expected some of {', '.join(DIMENSIONS)}, in this order"
-    found = {repr(name): "is not a dimension of a model" for name in names if name not in DIMENSIONS}
+    details = {repr(name): "is not a dimension of a model" for name in names if name not in DIMENSIONS}
     if not names:
-        found = {str(tuple(mesh.shape)): "has dimensions without names"}
-    elif not found and list(names) != [name for name in DIMENSIONS if name in names]:
-        found = {", ".join(names): "are in the wrong order"}
-    if found:
-        problems = [Problem(ProblemKind.MESH, subject, f"{detail}; {expected}") for subject, detail in found.items()]
+        details = {str(tuple(mesh.shape)): "has dimensions without names"}
+    elif not details and list(names) != [name for name in DIMENSIONS if name in names]:
+        details = {", ".join(names): "are in the wrong order"}
+    if details:
+        problems = [Problem(ProblemKind.MESH, subject, f"{detail}; {expected}") for subject, detail in details.items()]
         advice = ['name the dimensions: init_device_mesh(device, (2, 4), mesh_dim_names=("fsdp", "tp"))']
         raise ShardingError("the mesh does not fit a model", problems, advice)
 
@@ -61,10 +61,10 @@ def rank_in(mesh: DeviceMesh, name: str) -> int:
 
 def place_in(mesh: DeviceMesh) -> int:
     """Return this rank's index in the mesh, in the order of `gather_over`."""
-    place = 0
+    index = 0
     for dim in range(mesh.ndim):
-        place = place * mesh.size(dim) + mesh.get_local_rank(dim)
-    return place
+        index = index * mesh.size(dim) + mesh.get_local_rank(dim)
+    return index
 
 
 def is_first(ranks: Ranks) -> bool:
@@ -105,7 +105,7 @@ def _gathered(group: dist.ProcessGroup, value: Any) -> list[Any]:
 
 def agree(
     ranks: Ranks,
-    what: str,
+    action: str,
     facts: dict[str, Any],
     error: Exception | None = None,
     left: str = "nothing was changed on the others",
@@ -117,7 +117,7 @@ def agree(
 
     Args:
         ranks: The ranks, which all have to call this.
-        what: The next action, for the message.
+        action: The next action, for the message.
         facts: Values that must be equal on all ranks, compared by `repr`. For dictionaries, the message has the first
             keys that differ.
         error: Error of this rank.
@@ -131,22 +131,22 @@ def agree(
         if error is not None:
             raise error
         return
-    own = {key: _short(repr(value)) for key, value in facts.items()}
+    reprs = {key: _short(repr(value)) for key, value in facts.items()}
     message = None if error is None else f"{type(error).__name__}: {error}"
     try:
-        with reporting_dead_ranks(what):
-            found = gather_over(ranks, (dist.get_rank(), message, own))
+        with reporting_dead_ranks(action):
+            reports = gather_over(ranks, (dist.get_rank(), message, reprs))
     except ShardingError as dead:
         raise (dead if error is None else error) from dead
     if error is not None:
         raise error
-    different = {f"rank {rank}": message for rank, message, _ in found if message is not None}
+    different = {f"rank {rank}": message for rank, message, _ in reports if message is not None}
     advice = [f"see the output of the rank named; {left}"]
     if not different:
-        (first, _, expected), *others = found
+        (first, _, expected), *others = reports
         keys = [key for key, value in expected.items() if any(theirs.get(key) != value for _, _, theirs in others)]
-        places = [rank for rank, _, _ in found]
-        by_item = dict(zip(places, _items_of(ranks, facts, keys), strict=True)) if keys else {}
+        global_ranks = [rank for rank, _, _ in reports]
+        by_item = dict(zip(global_ranks, _items_of(ranks, facts, keys), strict=True)) if keys else {}
         for key in keys:
             for rank, _, theirs in others:
                 if theirs.get(key) != expected[key]:
@@ -159,7 +159,7 @@ def agree(
         advice.append("give every rank the same checkpoint, configuration, mesh, plan, progress and versions")
     if different:
         problems = [Problem(ProblemKind.RANK, subject, detail) for subject, detail in different.items()]
-        raise ShardingError(f"cannot {what}: ranks failed or disagree", problems, advice)
+        raise ShardingError(f"cannot {action}: ranks failed or disagree", problems, advice)
 
 
 def _items_of(ranks: Ranks, facts: Mapping[str, Any], keys: Sequence[str]) -> list[dict[str, dict[Any, str]]]:
@@ -176,7 +176,7 @@ def _differing(first: Mapping[Any, str], second: Mapping[Any, str]) -> list[str]
 
 
 @contextmanager
-def agreed(ranks: Ranks, what: str, remedies: Mapping[str, str] = MappingProxyType({})) -> Iterator[dict[str, Any]]:
+def agreed(ranks: Ranks, action: str, remedies: Mapping[str, str] = MappingProxyType({})) -> Iterator[dict[str, Any]]:
     """Raise on every rank if the body fails on any rank, see `agree`. No effect without other ranks.
 
     Yields:
@@ -191,11 +191,11 @@ def agreed(ranks: Ranks, what: str, remedies: Mapping[str, str] = MappingProxyTy
         yield facts
     except Exception as caught:
         error = caught
-    agree(ranks, what, facts, error, remedies=remedies)
+    agree(ranks, action, facts, error, remedies=remedies)
 
 
 @contextmanager
-def reporting_dead_ranks(what: str) -> Iterator[None]:
+def reporting_dead_ranks(action: str) -> Iterator[None]:
     """Explain a failed collective in the body: a rank died, or is slower than the process group's timeout.
 
     Raises:
@@ -209,7 +209,7 @@ def reporting_dead_ranks(what: str) -> Iterator[None]:
         detail = f"is gone, or did not come in time: {error}"
         problem = Problem(ProblemKind.RANK, "a rank that this one waited for", detail)
         advice = ["see the output of the other ranks: one of them ended first"]
-        raise ShardingError(f"cannot {what}", [problem], advice) from error
+        raise ShardingError(f"cannot {action}", [problem], advice) from error
 
 
 def _short(text: str) -> str:

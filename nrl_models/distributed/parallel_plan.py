@@ -144,10 +144,10 @@ def experts_over(model: nn.Module, mesh: DeviceMesh, plan: ParallelPlan) -> str 
 def styles_by_name(model: nn.Module, plan: Mapping[str, str] | None) -> dict[str, str]:
     """Return the style of each module and parameter that a plan names."""
     names = names_in(model)
-    found: dict[str, str] = {}
+    styles: dict[str, str] = {}
     for pattern, style in (plan or {}).items():
-        found |= dict.fromkeys(filter(name_pattern(pattern).fullmatch, names), style)
-    return found
+        styles |= dict.fromkeys(filter(name_pattern(pattern).fullmatch, names), style)
+    return styles
 
 
 def name_pattern(name: str) -> re.Pattern[str]:

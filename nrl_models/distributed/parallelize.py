@@ -74,8 +74,8 @@ def parallelize(model: PreTrainedModel, mesh: DeviceMesh, plan: Plan | ParallelP
         facts |= {"plan": chosen, **_facts(model)}
         cut = cut_for(model, mesh, chosen)
     before = list(model.parameters())
-    sharding, whole = divide_stages(model, mesh, chosen, cut)
-    sharding.finish(model, whole)
+    sharding, full_model = divide_stages(model, mesh, chosen, cut)
+    sharding.finish(model, full_model)
     sharding.agree_on_holders(model)
     divide_data(model, sharding)
     mark_replaced(before, model)
@@ -111,41 +111,41 @@ def divide_stages(
     if cut is None:
         divide_model(model, mesh, plan)
         return Sharding(mesh, plan), model
-    whole = copy_on_meta(model)
+    full_model = copy_on_meta(model)
     stages = keep_stages(model, cut, plan.stages_of(rank_in(mesh, "pp"), size_of(mesh, "pp")))
-    divide_model(model, mesh, plan, whole)
-    divide_model(whole, mesh, plan)
-    return Sharding(mesh, plan, stages), whole
+    divide_model(model, mesh, plan, full_model)
+    divide_model(full_model, mesh, plan)
+    return Sharding(mesh, plan, stages), full_model
 
 
 def _facts(model: PreTrainedModel) -> dict[str, object]:
     """Return the values that ranks must agree on: each parameter's name, shape, dtype and sum."""
     facts: dict[str, object] = {"class": type(model).__name__, "config": model.config.to_json_string()}
-    own = dict(model.state_dict(keep_vars=True))
+    state_dict = dict(model.state_dict(keep_vars=True))
     facts["parameters"] = {
-        name: (tuple(tensor.shape), tensor.dtype, tensor.requires_grad) for name, tensor in own.items()
+        name: (tuple(tensor.shape), tensor.dtype, tensor.requires_grad) for name, tensor in state_dict.items()
     }
     facts["values"] = {
         name: (tensor.detach().double().sum().item(), tensor.detach().float().abs().max().item())
-        for name, tensor in own.items()
+        for name, tensor in state_dict.items()
         if tensor.numel() and tensor.device.type != "meta"
     }
     return facts
 
 
 def divide_model(
-    model: PreTrainedModel, mesh: DeviceMesh, plan: ParallelPlan, whole: PreTrainedModel | None = None
+    model: PreTrainedModel, mesh: DeviceMesh, plan: ParallelPlan, full_model: PreTrainedModel | None = None
 ) -> None:
     """Apply `tp` and `ep`: parameters become DTensors, and modules exchange activations. Does not communicate.
 
     Args:
         model: The model, modified in place.
         mesh, plan: Mesh and plan that fit the model.
-        whole: The unsharded model with all pipeline stages, if `model` lacks some. The sharding depends on all stages.
+        full_model: Unsharded model with all pipeline stages, if `model` lacks some. The sharding depends on all stages.
     """
     names = [name for name in ("ep", "tp") if name in mesh.mesh_dim_names]  # type: ignore[operator]
     if names:
-        _ModelDivision(model, mesh, mesh[tuple(names)], plan, model if whole is None else whole).apply()
+        _ModelDivision(model, mesh, mesh[tuple(names)], plan, model if full_model is None else full_model).apply()
 
 
 class _ModelDivision:
@@ -156,25 +156,30 @@ class _ModelDivision:
         mesh: The complete mesh.
         inner: The dimensions `ep` and `tp`, over which parameters become DTensors.
         plan: Plan that fits the model.
-        whole: The unsharded model with all stages.
+        full_model: The unsharded model with all stages.
     """
 
     def __init__(
-        self, model: PreTrainedModel, mesh: DeviceMesh, inner: DeviceMesh, plan: ParallelPlan, whole: PreTrainedModel
+        self,
+        model: PreTrainedModel,
+        mesh: DeviceMesh,
+        inner: DeviceMesh,
+        plan: ParallelPlan,
+        full_model: PreTrainedModel,
     ) -> None:
         self.model, self.mesh, self.inner = model, mesh, inner
-        self.tensor = tensor_styles(whole, plan) if size_of(mesh, "tp") > 1 else {}
-        if self.tensor and not vocabulary_is_divided(whole, mesh):
-            for name in [name for name, module in own_modules(whole) if is_vocabulary(whole, module)]:
+        self.tensor = tensor_styles(full_model, plan) if size_of(mesh, "tp") > 1 else {}
+        if self.tensor and not vocabulary_is_divided(full_model, mesh):
+            for name in [name for name, module in own_modules(full_model) if is_vocabulary(full_model, module)]:
                 self.tensor.pop(name, None)
-        self.experts_over = experts_over(whole, mesh, plan)
-        self.expert = expert_styles(whole, plan) if self.experts_over else {}
+        self.experts_over = experts_over(full_model, mesh, plan)
+        self.expert = expert_styles(full_model, plan) if self.experts_over else {}
         self.units = plan.units or ()
         self.done: dict[int, nn.Parameter] = {}  # by id of the replaced parameter, so that tied ones stay tied
 
     def apply(self) -> None:
-        own = own_modules(self.model)
-        modules: dict[str, Any] = {name: module for name, module in own if not isinstance(module, StandIn)}
+        named_modules = own_modules(self.model)
+        modules: dict[str, Any] = {name: module for name, module in named_modules if not isinstance(module, StandIn)}
         for name, module in modules.items():
             self._divide_module(name, module)
         for module in modules.values():
@@ -194,8 +199,8 @@ class _ModelDivision:
         for attribute, parameter in list(module._parameters.items()):
             if parameter is None:
                 continue
-            own = f"{name}.{attribute}" if name else attribute
-            by_tensor, by_expert = self.tensor.get(own, style), self.expert.get(own, expert)
+            parameter_name = f"{name}.{attribute}" if name else attribute
+            by_tensor, by_expert = self.tensor.get(parameter_name, style), self.expert.get(parameter_name, expert)
             if by_tensor.sums_gradient or style.sums_gradient:
                 summed_over[attribute] = "tp"
             elif expert.sums_gradient and self.experts_over:
@@ -292,22 +297,19 @@ def divide_data(model: PreTrainedModel, sharding: Sharding) -> None:
         "offload_policy": offload,
         "shard_placement_fn": lambda parameter: _placement(parameter, ranks),
     }
-    kept = kept_parameters(model, plan)
-    apart = KeptApart(mesh, plan, kept) if kept else None
+    separate_parameters = kept_parameters(model, plan)
+    apart = KeptApart(mesh, plan, separate_parameters) if separate_parameters else None
     if apart is not None:
         options["shard_placement_fn"] = apart.placed(options["shard_placement_fn"])
-    units = [
-        module for module in model.modules() if type(module).__name__ in (plan.units or ()) and module is not model
-    ]
+    units = [unit for unit in model.modules() if type(unit).__name__ in (plan.units or ()) and unit is not model]
     owners: dict[int, set[int]] = {}
     for module in model.modules():
         for parameter in module._parameters.values():
             owners.setdefault(id(parameter), set()).add(id(module))
-    # Determine these before sharding, which replaces parameters.
-    whole = [unit for unit in units if _keeps_its_weights(unit, owners)]
+    units_to_shard = [unit for unit in units if _keeps_its_weights(unit, owners)]  # before sharding replaces parameters
     if sharding.stages is not None:  # a stage ends inside the parent of the layers, which would not free its weights
-        whole = [unit for unit in whole if sharding.stages.stack not in unit.modules()]
-    for unit in [*reversed(whole), model]:  # nested units first
+        units_to_shard = [unit for unit in units_to_shard if sharding.stages.stack not in unit.modules()]
+    for unit in [*reversed(units_to_shard), model]:  # nested units first
         policy = options["mp_policy"] if apart is None else apart.policy_of(unit, options["mp_policy"], unit is model)
         sharded = fully_shard(unit, reshard_after_forward=plan.reshard_after_forward, **options | {"mp_policy": policy})
         if apart is not None:

@@ -92,11 +92,11 @@ def _of_fsdp(model: nn.Module) -> Iterator[ShardedParameter]:
 
 
 def _replaced_parameters(model: nn.Module, is_divided: Mapping[nn.Module, Mapping[str, bool]]) -> Iterator[Problem]:
-    places = {id(module): own_name(prefix) for prefix, module in model.named_modules()}
+    module_names = {id(module): own_name(prefix) for prefix, module in model.named_modules()}
 
     def name_of(module: nn.Module, attribute: str) -> str:
-        place = places[id(module)]
-        return f"{place}.{attribute}" if place else attribute
+        module_name = module_names[id(module)]
+        return f"{module_name}.{attribute}" if module_name else attribute
 
     def problem(module: nn.Module, attribute: str, effect: str) -> Problem:
         change = "removed" if module._parameters.get(attribute) is None else "replaced"
@@ -105,7 +105,7 @@ def _replaced_parameters(model: nn.Module, is_divided: Mapping[nn.Module, Mappin
     in_fsdp: set[tuple[int, str]] = set()
     for sharded in _of_fsdp(model):
         in_fsdp |= {(id(module), attribute) for module, attribute in sharded.slots}
-        slots = [(module, attribute) for module, attribute in sharded.slots if id(module) in places]
+        slots = [(module, attribute) for module, attribute in sharded.slots if id(module) in module_names]
         first, effect = sharded.slots[0], "FSDP restores the sharded weight in the next forward"
         known: tuple[nn.Parameter | None, ...] = sharded.known
         if _is_adopted(sharded) and first in slots:
@@ -126,8 +126,8 @@ def _replaced_parameters(model: nn.Module, is_divided: Mapping[nn.Module, Mappin
 def _is_adopted(sharded: ShardedParameter) -> bool:
     """Return True if FSDP takes over another parameter in the first slot: before its first use, if sharded alike."""
     module, attribute = sharded.slots[0]
-    parameter, own = module._parameters.get(attribute), cast(DTensor, sharded.current)
+    parameter, fsdp_parameter = module._parameters.get(attribute), cast(DTensor, sharded.current)
     if sharded.is_used or not isinstance(parameter, DTensor):
         return False
     layout = parameter.device_mesh, parameter.placements, parameter.shape
-    return layout == (own.device_mesh, own.placements, own.shape)
+    return layout == (fsdp_parameter.device_mesh, fsdp_parameter.placements, fsdp_parameter.shape)

@@ -71,9 +71,9 @@ def save_pretrained(
     require_savable(model)
     require_wide_weights(model, adapter, adapter.own)
     table = checkpoint_layout(model, adapter, original_format=save_original_format)
-    kept = kept_by(model)  # the first rank's, which writes them
+    kept_tensors = kept_by(model)  # the first rank's, which writes them
     with reporting_dead_ranks(f"save into {folder}"):
-        (kept_specs, *_) = gather_over(mesh, {name: tensor.spec for name, tensor in kept.items()})
+        (kept_specs, *_) = gather_over(mesh, {name: tensor.spec for name, tensor in kept_tensors.items()})
     kept_on_meta = {name: torch.empty(spec.shape, dtype=spec.dtype, device="meta") for name, spec in kept_specs.items()}
     split = split_torch_state_dict_into_shards(
         on_meta(table, adapter.own) | kept_on_meta,
@@ -83,13 +83,13 @@ def save_pretrained(
 
     def write(stage: Path | None, attempt: Attempt) -> None:
         for file, names in split.filename_to_tensors.items():
-            found = {name: table[name] for name in names if name in table}
+            hf_tensors = {name: table[name] for name in names if name in table}
             tensors: dict[str, torch.Tensor] = {}
-            for name, tensor in gather(found, DEFAULT_BUCKET):
+            for name, tensor in gather(hf_tensors, DEFAULT_BUCKET):
                 if stage is not None:  # copy to a separate storage; other ranks keep nothing
                     tensors[name] = tensor.to("cpu", copy=True)
             if stage is not None:
-                tensors |= {name: own_storage(kept[name].read()) for name in names if name not in table}
+                tensors |= {name: own_storage(kept_tensors[name].read()) for name in names if name not in table}
                 attempt(save_file, tensors, stage / file, metadata={"format": "pt"})
         if stage is not None:
             attempt(_write_configuration, model, adapter, stage)
@@ -101,10 +101,10 @@ def save_pretrained(
     write_together(folder, mesh, write)
 
 
-def on_meta(table: Mapping[str, HFTensor], own: Mapping[str, TensorSpec]) -> dict[str, torch.Tensor]:
-    """Return Hugging Face tensors on meta, with the dtypes in `own`."""
+def on_meta(table: Mapping[str, HFTensor], specs: Mapping[str, TensorSpec]) -> dict[str, torch.Tensor]:
+    """Return Hugging Face tensors on meta, with the dtypes in `specs`."""
     return {
-        name: torch.empty(tensor.shape, dtype=own[tensor.parameters[0]].dtype, device="meta")
+        name: torch.empty(tensor.shape, dtype=specs[tensor.parameters[0]].dtype, device="meta")
         for name, tensor in table.items()
     }
 
@@ -145,15 +145,15 @@ def write_together(folder: str | Path, ranks: Ranks, write: Callable[[Path | Non
     Raises:
         ShardingError: If another rank failed. The failed rank raises its own error.
     """
-    what = f"save into {folder}"
+    action = f"save into {folder}"
     attempt = Attempt()
     with ExitStack() as stack:
-        with agreed(ranks, what):
+        with agreed(ranks, action):
             stage = stack.enter_context(staged(folder)) if is_first(ranks) else None
-        with reporting_dead_ranks(what):
+        with reporting_dead_ranks(action):
             write(stage, attempt)
-        agree(ranks, what, {}, attempt.error)
-        with agreed(ranks, what):
+        agree(ranks, action, {}, attempt.error)
+        with agreed(ranks, action):
             stack.close()  # renames the staging directory
 
 

@@ -60,23 +60,23 @@ class ShardSlice:
 
 
 def slices_of(
-    name: str, whole: torch.Tensor, sources: Iterable[tuple[StoredTensor, HFTensor]], dtype: torch.dtype
+    name: str, parameter: torch.Tensor, sources: Iterable[tuple[StoredTensor, HFTensor]], dtype: torch.dtype
 ) -> list[ShardSlice]:
     """Return the slices that fill this rank's shard of a parameter.
 
     Args:
         name: Name of the parameter.
-        whole: The parameter: a DTensor, or a plain tensor if it is not sharded.
+        parameter: The parameter: a DTensor, or a plain tensor if it is not sharded.
         sources: Stored tensors of the parameter.
         dtype: Dtype of the parameter.
     """
-    shard = torch.empty(local_of(whole).shape, dtype=dtype, device=META)
-    held_blocks = own_blocks(over_shard(whole, shard) if isinstance(whole, DTensor) else shard)
+    shard = torch.empty(local_of(parameter).shape, dtype=dtype, device=META)
+    held_blocks = own_blocks(over_shard(parameter, shard) if isinstance(parameter, DTensor) else shard)
     return [
         ShardSlice(stored, piece.region, block)
         for stored, target in sources
         for piece in target.pieces
         if piece.view.parameter == name
         for held in held_blocks
-        for block in through(piece.view.steps, whole.shape, held)
+        for block in through(piece.view.steps, parameter.shape, held)
     ]

@@ -71,18 +71,21 @@ class Sharding:
         return self
 
     def finish(
-        self, model: PreTrainedModel, whole: PreTrainedModel, dtypes: Mapping[str, torch.dtype] = MappingProxyType({})
+        self,
+        model: PreTrainedModel,
+        full_model: PreTrainedModel,
+        dtypes: Mapping[str, torch.dtype] = MappingProxyType({}),
     ) -> None:
         """Record the model's tensors. Call it before `fsdp` is applied, which renames classes.
 
         Args:
             model: The model.
-            whole: The model with the stages of all ranks.
+            full_model: The model with the stages of all ranks.
             dtypes: Dtypes of tensors that will be loaded, if they currently have others.
         """
-        self.adapter = StateDictAdapter(whole).with_dtypes(dtypes)
+        self.adapter = StateDictAdapter(full_model).with_dtypes(dtypes)
         self.names = frozenset(own_tensors(model))
-        self.total_parameters = whole.num_parameters()
+        self.total_parameters = full_model.num_parameters()
         cast(Any, model).sharding = self
         self.slots = Slots(model, self.mesh)
         for part in (model, *models_to_decoder(model)):
@@ -134,11 +137,11 @@ class Sharding:
         """
         self.slots.require_same_parameters(model)
         self.slots.require_no_later_parameters(model)
-        own = own_tensors(model)
-        gone, added = self.names - own.keys(), own.keys() - self.names
+        specs = own_tensors(model)
+        gone, added = self.names - specs.keys(), specs.keys() - self.names
         problems = [Problem(ProblemKind.MISSING, name, "is no longer in the model") for name in sorted(gone)]
         problems += [Problem(ProblemKind.UNEXPECTED, name, "was added after sharding") for name in sorted(added)]
-        if problems := problems + self.adapter.other_shapes(own):
+        if problems := problems + self.adapter.other_shapes(specs):
             advice = (
                 "change the model before sharding it: load it without a mesh, add, remove or resize modules, and then "
                 "call nrl_models.distributed.parallelize(model, mesh)"
@@ -157,13 +160,13 @@ class Sharding:
     def hf_views(self, model: nn.Module, exported: Mapping[str, HFTensor]) -> dict[str, torch.Tensor]:
         """Return views of Hugging Face tensors as DTensors, see `StateDictAdapter.hf_views`."""
         self.require_same_tensors(model)
-        own = own_state_dict(model)
-        require_values(model, own)
+        local_state = own_state_dict(model)
+        require_values(model, local_state)
         # No placement describes a region of a parameter.
         return {
-            name: own[tensor.view.parameter]
+            name: local_state[tensor.view.parameter]
             for name, tensor in exported.items()
-            if tensor.view is not None and not tensor.view.steps and tensor.view.parameter in own
+            if tensor.view is not None and not tensor.view.steps and tensor.view.parameter in local_state
         }
 
     def iter_export(
@@ -185,16 +188,16 @@ class Sharding:
         buffers = pool or BufferPool(_device_of(model))
         stages = self.mesh["pp"] if self.stages is not None else None
         with agreed(stages, GATHER):
-            own, adapter = self.written(model), self.adapter_of(model)
-            require_values(model, own)
-        own_dtypes = {name: spec.dtype for name, spec in adapter.own.items() if name in own}
+            local_state, adapter = self.written(model), self.adapter_of(model)
+            require_values(model, local_state)
+        own_dtypes = {name: spec.dtype for name, spec in adapter.own.items() if name in local_state}
         with reporting_dead_ranks(GATHER):
             for dtypes in gather_over(stages, own_dtypes):
                 self.adapter = self.adapter.with_dtypes(dtypes)
         specs = {
             name: torch.empty(spec.shape, dtype=spec.dtype, device="meta") for name, spec in self.adapter.own.items()
         }
-        return lambda tensors, max_bytes: gathered(own, specs, tensors, self.mesh, max_bytes, buffers)
+        return lambda tensors, max_bytes: gathered(local_state, specs, tensors, self.mesh, max_bytes, buffers)
 
 
 def _device_of(model: nn.Module) -> torch.device:
@@ -240,7 +243,7 @@ def require_unsharded(model: Any, mesh: DeviceMesh, call: str) -> None:
         wrapper, inner = class_name(model), class_name(model_inside(model))
         problem = Problem(ProblemKind.MESH, wrapper, f"wraps the {inner}; expected the {inner} itself")
         raise ShardingError("the model is wrapped", [problem], ["shard the model before you wrap or compile it"])
-    sharded = {name: own for name, part in model.named_modules() if (own := vars(part).get("sharding")) is not None}
+    sharded = {name: state for name, part in model.named_modules() if (state := vars(part).get("sharding")) is not None}
     problems = [
         Problem(ProblemKind.MESH, describe(sharding.mesh), f"is the mesh of {f'model.{name}' if name else 'the model'}")
         for name, sharding in sharded.items()
@@ -319,21 +322,21 @@ def _fill_shards(model: nn.Module, state_dict: dict[str, Any], prefix: str, *_: 
     """
     sharding = sharding_of(model)
     sharding.slots.require_same_parameters(model)
-    own, stored_names = own_state_dict(model), names_in_state_dict(model)
+    local_state, stored_names = own_state_dict(model), names_in_state_dict(model)
     tied, filled = tied_names(model), dict[tuple[str, int], tuple[torch.Tensor, torch.Tensor]]()
     for name, target in sharding.adapter.transformers.items():
-        if name not in own:
+        if name not in local_state:
             if name not in sharding.names:  # of another stage
                 state_dict.pop(prefix + name, None)
             continue
         key = prefix + stored_names[name]
-        value, whole = state_dict.get(key), own[name]
-        if not isinstance(whole, DTensor) or not isinstance(value, torch.Tensor) or isinstance(value, DTensor):
+        value, model_tensor = state_dict.get(key), local_state[name]
+        if not isinstance(model_tensor, DTensor) or not isinstance(value, torch.Tensor) or isinstance(value, DTensor):
             continue
-        if value.shape == whole.shape:
+        if value.shape == model_tensor.shape:
             one = tied.get(name, name), id(value)  # tied tensors stay tied
             if one not in filled:
-                shard: torch.Tensor = torch.empty_like(whole, dtype=value.dtype)
+                shard: torch.Tensor = torch.empty_like(model_tensor, dtype=value.dtype)
                 for block in blocks_of(target, {name: shard}):
                     block.take_from(value)
                 is_parameter = isinstance(value, nn.Parameter)

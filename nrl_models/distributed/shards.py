@@ -62,30 +62,30 @@ def share_of(tensor: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
     return torch.cat(parts, packing.dim)
 
 
-def blocks_of(tensor: HFTensor, own: Mapping[str, torch.Tensor]) -> list[Block]:
+def blocks_of(tensor: HFTensor, local_state: Mapping[str, torch.Tensor]) -> list[Block]:
     """Return this rank's blocks of a Hugging Face tensor, over the memory of the model's own tensors."""
     result = []
     for piece in tensor.pieces:
-        if piece.view.parameter not in own:  # of another stage
+        if piece.view.parameter not in local_state:  # of another stage
             continue
-        whole = own[piece.view.parameter]
-        blocks = [block for held in own_blocks(whole) for block in through(piece.view.steps, whole.shape, held)]
+        parameter = local_state[piece.view.parameter]
+        blocks = [block for held in own_blocks(parameter) for block in through(piece.view.steps, parameter.shape, held)]
         result += [Block(offset_through(piece.region, block.offset), block.tensor) for block in blocks]
     return result
 
 
-def divided_over(tensor: HFTensor, own: Mapping[str, torch.Tensor], mesh: DeviceMesh) -> set[int]:
+def divided_over(tensor: HFTensor, local_state: Mapping[str, torch.Tensor], mesh: DeviceMesh) -> set[int]:
     """Return the mesh dimensions, by number, over which ranks have different blocks of a Hugging Face tensor."""
     divided: set[str] = {"pp"} if has_stages(mesh) else set()
     for name in tensor.parameters:
-        if isinstance(whole := own.get(name), DTensor):  # None for another stage's tensor
-            over = zip(whole.device_mesh.mesh_dim_names or (), whole.placements, strict=True)
+        if isinstance(parameter := local_state.get(name), DTensor):  # None for another stage's tensor
+            over = zip(parameter.device_mesh.mesh_dim_names or (), parameter.placements, strict=True)
             divided |= {dimension for dimension, placement in over if not placement.is_replicate()}
     return {dim for dim, dimension in enumerate(mesh.mesh_dim_names or ()) if dimension in divided}
 
 
 def gathered(
-    own: Mapping[str, torch.Tensor],
+    local_state: Mapping[str, torch.Tensor],
     specs: Mapping[str, torch.Tensor],
     tensors: Mapping[str, HFTensor],
     mesh: DeviceMesh,
@@ -97,8 +97,8 @@ def gathered(
     Each bucket is a collective, so every rank has to exhaust the iterator. Values are bitwise equal to the shards'.
 
     Args:
-        own: The model's own tensors by name: DTensors, or plain tensors if all ranks have them. With `pp`, only tensors
-            whose first holder is this rank.
+        local_state: The model's own tensors by name: DTensors, or plain tensors if all ranks have them. With `pp`, only
+            tensors whose first holder is this rank.
         specs: Tensors on meta that describe the tensors of all ranks.
         tensors: Tensors to yield.
         mesh: Mesh of the DTensors.
@@ -110,14 +110,14 @@ def gathered(
         # Each rank copies its blocks into zeros; the sum over ranks is the bucket. The sum uses integers, which neither
         # rounds nor loses the sign of zero, because all but one summand are zero.
         buffer.zero_()
-        divided = {name: divided_over(tensors[name], own, mesh) for name in bucket}
+        divided = {name: divided_over(tensors[name], local_state, mesh) for name in bucket}
         # This rank has no record of how tensors of other stages are sharded.
         summed_over = range(mesh.ndim) if has_stages(mesh) else sorted(set().union(*divided.values()))
         copies: list[tuple[torch.Tensor, torch.Tensor]] = []
-        for name, whole in bucket.items():
+        for name, full_tensor in bucket.items():
             # If several ranks hold the same values, only the first contributes.
             if all(dim in divided[name] or mesh.get_local_rank(dim) == 0 for dim in summed_over):
-                copies += [(block.of(whole), block.tensor) for block in blocks_of(tensors[name], own)]
+                copies += [(block.of(full_tensor), block.tensor) for block in blocks_of(tensors[name], local_state)]
         copy_all(copies)
         with reporting_dead_ranks(GATHER):
             for dim in summed_over:

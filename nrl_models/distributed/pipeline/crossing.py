@@ -144,9 +144,9 @@ class _Labels(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         if func.overloadpacket.__name__ in _WITHOUT_VALUES:
             return result
-        given = [value for value in tree_leaves((args, kwargs)) if isinstance(value, torch.Tensor)]
-        labels = frozenset().union(*map(self.of, given))
-        changed = given[:1] if func._schema.is_mutable else []
+        inputs = [value for value in tree_leaves((args, kwargs)) if isinstance(value, torch.Tensor)]
+        labels = frozenset().union(*map(self.of, inputs))
+        changed = inputs[:1] if func._schema.is_mutable else []
         for tensor in (*tree_leaves(result), *changed):
             if labels and isinstance(tensor, torch.Tensor):
                 self.put(tensor, labels | self.of(tensor))
@@ -265,7 +265,7 @@ class _Trace:
 
     def _enter(self, index: int, module: nn.Module, args: Any, kwargs: Any) -> Any:
         self.calls.append(index)
-        place, hidden = hidden_of(args, kwargs)
+        key, hidden = hidden_of(args, kwargs)
         if index == 0:
             self.needs[0] |= {label for label in self.labels.of(hidden) if isinstance(label, str)}
         else:
@@ -276,24 +276,24 @@ class _Trace:
         self.hidden = hidden
         fresh = torch.empty_like(hidden)
         self.labels.put(fresh, frozenset({_Inside(index)}))
-        return replaced(args, kwargs, place, fresh)
+        return replaced(args, kwargs, key, fresh)
 
     def _leave(self, index: int, module: nn.Module, args: Any, output: Any) -> Any:
         results = list(output) if isinstance(output, tuple | list) else [output]
-        place = next(number for number, value in enumerate(results) if isinstance(value, torch.Tensor))
-        self.returns = (place, len(results)) if isinstance(output, tuple | list) else None
-        labels = self.labels.of(results[place])
+        position = next(number for number, value in enumerate(results) if isinstance(value, torch.Tensor))
+        self.returns = (position, len(results)) if isinstance(output, tuple | list) else None
+        labels = self.labels.of(results[position])
         self._note(index, labels, _Inside(index))
-        results[place] = torch.empty_like(results[place])
-        self.labels.put(results[place], frozenset({_After(index)}))
+        results[position] = torch.empty_like(results[position])
+        self.labels.put(results[position], frozenset({_After(index)}))
         return type(output)(results) if isinstance(output, tuple | list) else results[0]
 
-    def _note(self, index: int, labels: frozenset[Any], own: _Inside | _After) -> None:
+    def _note(self, index: int, labels: frozenset[Any], hidden_label: _Inside | _After) -> None:
         """Record values that a layer reads other than its hidden states."""
-        for label in labels - {own}:
+        for label in labels - {hidden_label}:
             if isinstance(label, str):
                 # Values added between two layers are computed on the stage of the first one.
-                before = isinstance(own, _After) and index < len(self.layers)
+                before = isinstance(hidden_label, _After) and index < len(self.layers)
                 self.needs[index - 1 if before else index].add(label)
             else:
                 self.reads[index].add(label.layer)
@@ -301,20 +301,20 @@ class _Trace:
 
 def hidden_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int | str, torch.Tensor]:
     """Find the hidden states in a layer's arguments: the first tensor. Returns its position or name, and the tensor."""
-    given: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
-    for place, value in given:
+    arguments: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
+    for key, value in arguments:
         if isinstance(value, torch.Tensor):
-            return place, value
+            return key, value
     raise NotALineError(Problem(ProblemKind.PIPELINE, "a layer", "is called without hidden states"))
 
 
 def replaced(
-    args: tuple[Any, ...], kwargs: dict[str, Any], place: int | str, value: torch.Tensor
+    args: tuple[Any, ...], kwargs: dict[str, Any], key: int | str, value: torch.Tensor
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Replace the hidden states in a layer's arguments."""
-    if isinstance(place, str):
-        return args, {**kwargs, place: value}
-    return (*args[:place], value, *args[place + 1 :]), kwargs
+    if isinstance(key, str):
+        return args, {**kwargs, key: value}
+    return (*args[:key], value, *args[key + 1 :]), kwargs
 
 
 def _without_routing(model: nn.Module) -> None:

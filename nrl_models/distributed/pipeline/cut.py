@@ -44,11 +44,11 @@ class Cut:
     @cached_property
     def shared(self) -> dict[tuple[str, ...], tuple[int, ...]]:
         """Stages of each parameter that several stages hold, by all names of the parameter."""
-        found = {
+        stages_by_names = {
             names: tuple(stage for stage in range(self.stages) if self.outside(stage) & {*names})
             for names in self.crossing.outside
         }
-        return {names: stages for names, stages in found.items() if len(stages) > 1}
+        return {names: stages for names, stages in stages_by_names.items() if len(stages) > 1}
 
 
 def cut_into(model: PreTrainedModel, stages: int, dtype: torch.dtype | None = None) -> Cut:

@@ -142,17 +142,19 @@ class Pipeline:
                 if (logits := self._logits(_rows(inputs, rows))) is not None:
                     parts.append(self._kept_going(partial(reading, logits, _rows(targets, rows)), lambda: logits))
             # None except on the rank of the last stage.
-            found = self._kept_going(lambda: torch.cat(parts), lambda: parts[0]) if parts else None
+            readings = self._kept_going(lambda: torch.cat(parts), lambda: parts[0]) if parts else None
             free_gathered(self.model)
             agree(self.mesh, WHAT, {}, self._error)
         group = self.mesh.get_group("pp")
-        facts = [None if found is None else (found.shape, found.dtype)]
+        facts = [None if readings is None else (readings.shape, readings.dtype)]
         dist.broadcast_object_list(facts, group=group, group_src=self._last_rank)
         assert facts[0] is not None
         shape, dtype = facts[0]
-        found = torch.empty(shape, dtype=dtype, device=self.stages.device) if found is None else found.contiguous()
-        dist.broadcast(found, group=group, group_src=self._last_rank)
-        return found
+        readings = (
+            torch.empty(shape, dtype=dtype, device=self.stages.device) if readings is None else readings.contiguous()
+        )
+        dist.broadcast(readings, group=group, group_src=self._last_rank)
+        return readings
 
     @property
     def _last_rank(self) -> int:
@@ -160,17 +162,17 @@ class Pipeline:
 
     def _logits(self, inputs: Batch) -> torch.Tensor | None:
         """Run a microbatch through this rank's stages. Returns logits on the rank of the last stage, else None."""
-        group, own = self.mesh.get_group("pp"), rank_in(self.mesh, "pp")
+        group, this_rank = self.mesh.get_group("pp"), rank_in(self.mesh, "pp")
         sent: torch.Tensor | None = None
         for stage in sorted(self.stages.held):
-            if stage > 0 and (before := self.sharding.rank_of_stage(stage - 1)) != own:
+            if stage > 0 and (before := self.sharding.rank_of_stage(stage - 1)) != this_rank:
                 shape = *inputs["input_ids"].shape, *self.stages.cut.crossing.features
                 sent = torch.empty(shape, dtype=self.stages.cut.crossing.dtype, device=self.stages.device)
                 dist.recv(sent, group=group, group_src=before)
             sent = self._computed(stage, sent, inputs)
             if stage == self.stages.cut.stages - 1:
                 return sent
-            if (after := self.sharding.rank_of_stage(stage + 1)) != own:
+            if (after := self.sharding.rank_of_stage(stage + 1)) != this_rank:
                 dist.send(sent.contiguous(), group=group, group_dst=after)
         return None
 
@@ -223,7 +225,7 @@ class Pipeline:
             for stage in self.stages.held
         ]
         held: Any = stages[0] if Schedule(self.sharding.plan.schedule).has_one_stage else stages
-        return make(held, self.microbatches, loss_fn=lambda *given: self._loss(*given), scale_grads=False)
+        return make(held, self.microbatches, loss_fn=lambda *args: self._loss(*args), scale_grads=False)
 
     def _check(self, inputs: Batch, targets: Batch) -> None:
         """Check that ranks agree on a batch. Ranks that differ in `fsdp` may have different batches and shapes."""
@@ -314,8 +316,8 @@ class _OneStage(nn.Module):
 def _scalar(loss: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
     """Return the loss of a microbatch. Raises unless it is a scalar with a graph to the logits."""
     if not isinstance(loss, torch.Tensor) or loss.ndim or loss.requires_grad < logits.requires_grad:
-        found = f"{tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
-        detail = f"is {found}; a scalar that is computed from the logits was expected"
+        description = f"{tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else type(loss).__name__
+        detail = f"is {description}; a scalar that is computed from the logits was expected"
         raise ShardingError("cannot take a step", [Problem(ProblemKind.SHAPE, "the loss of a microbatch", detail)])
     return loss
 

@@ -65,8 +65,8 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> torch.Tensor:
     inner = sharded_model(model)
     sharding, held = sharding_of(inner), dict(own_parameters(inner))
     assert sharding.stages is not None
-    own = {name: parameter.grad for name, parameter in held.items() if parameter.grad is not None}
-    counted = [grad for name, grad in own.items() if sharding.is_first_holder(name)]
+    gradients = {name: parameter.grad for name, parameter in held.items() if parameter.grad is not None}
+    counted = [grad for name, grad in gradients.items() if sharding.is_first_holder(name)]
     norm = full_of(torch.nn.utils.get_total_norm(counted))
     squares = norm.to(sharding.stages.device, torch.float32).square()
     dist.all_reduce(squares, group=sharding.mesh.get_group("pp"))
@@ -79,21 +79,21 @@ def held_by_several(model: PreTrainedModel) -> list[tuple[nn.Parameter, tuple[in
     """Return this rank's parameters that other ranks also hold, with these ranks. Every rank has the same order."""
     sharding = sharding_of(model)
     assert sharding.stages is not None
-    own = dict(own_parameters(model))
-    found = []
+    parameters = dict(own_parameters(model))
+    shared = []
     for names, stages in sharding.stages.cut.shared.items():
         ranks = tuple(sorted({sharding.rank_of_stage(stage) for stage in stages}))
-        parameter = next((own[name] for name in names if name in own), None)
+        parameter = next((parameters[name] for name in names if name in parameters), None)
         if parameter is not None and parameter.requires_grad and len(ranks) > 1:
-            found.append((parameter, ranks))
-    return found
+            shared.append((parameter, ranks))
+    return shared
 
 
 def _sum_over(tensor: torch.Tensor, ranks: tuple[int, ...], mesh: DeviceMesh) -> None:
     """Sum a tensor over some ranks of `pp`, in place. The first rank computes the sum, so all have identical bits."""
-    group, own = mesh.get_group("pp"), rank_in(mesh, "pp")
+    group, this_rank = mesh.get_group("pp"), rank_in(mesh, "pp")
     first, *others = ranks
-    if own != first:
+    if this_rank != first:
         dist.send(tensor, group=group, group_dst=first)
         dist.recv(tensor, group=group, group_src=first)
         return

@@ -40,9 +40,9 @@ class Stages:
 
     def __init__(self, cut: Cut, held: Sequence[int], stack: nn.ModuleList) -> None:
         self.cut, self.held, self.stack = cut, tuple(held), stack
-        own = {index for stage in held for index in cut.layers(stage)}
+        layer_indices = {index for stage in held for index in cut.layers(stage)}
         for index, layer in enumerate(stack):
-            if index not in own:
+            if index not in layer_indices:
                 stack[index] = PassOn(layer.to("meta"), self)
         self._first_layer = stack[cut.layers(held[0]).start]
         self._layers = {stage: self._layers_of(stage) for stage in held}
@@ -80,15 +80,15 @@ class Stages:
             self.stack._modules, self.received = layers, None
 
     def _layers_of(self, stage: int) -> dict[str, nn.Module]:
-        own = self.cut.layers(stage)
+        layer_range = self.cut.layers(stage)
         layers: dict[str, nn.Module] = {}
         for index, layer in enumerate(self.stack):
-            if index == own.stop:
+            if index == layer_range.stop:
                 layers[str(index)] = End(layer)
-            elif index not in own:
+            elif index not in layer_range:
                 layers[str(index)] = PassOn(layer, self)
             else:
-                layers[str(index)] = Entry(layer, self) if index == own.start and stage > 0 else layer
+                layers[str(index)] = Entry(layer, self) if index == layer_range.start and stage > 0 else layer
         return layers
 
 
@@ -122,8 +122,8 @@ class PassOn(StandIn):
         returns = self.stages.cut.crossing.returns
         if returns is None:
             return hidden
-        place, count = returns
-        return tuple(hidden if number == place else None for number in range(count))
+        position, count = returns
+        return tuple(hidden if number == position else None for number in range(count))
 
 
 class Entry(StandIn):
@@ -131,10 +131,10 @@ class Entry(StandIn):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the layer on the received hidden states. Same other arguments and results."""
-        place, _ = hidden_of(args, kwargs)
+        key, _ = hidden_of(args, kwargs)
         received = self.stages.received
         assert received is not None
-        args, kwargs = replaced(args, kwargs, place, received)
+        args, kwargs = replaced(args, kwargs, key, received)
         return self.was(*args, **kwargs)
 
 
@@ -171,9 +171,9 @@ class Absent(StandIn):
         super().__init__(was.to("meta", stages.cut.dtype), stages)
 
     def __getattr__(self, name: str) -> Any:
-        found = super().__getattr__(name)
+        attribute = super().__getattr__(name)
         # Code reads its device, dtype and shape. The expanded tensor uses no memory.
-        return self._zeros(found).expand(found.shape) if isinstance(found, torch.Tensor) else found
+        return self._zeros(attribute).expand(attribute.shape) if isinstance(attribute, torch.Tensor) else attribute
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Compute only shapes."""
@@ -228,17 +228,17 @@ def keep_stages(model: PreTrainedModel, cut: Cut, held: Sequence[int]) -> Stages
             continue
         dot = f"{name}." if name else ""
         within = {f"{dot}{inner}" for inner, _ in module.named_parameters(remove_duplicate=False)}
-        own = [attribute for attribute, value in module._parameters.items() if value is not None]
-        if own and needed.isdisjoint(within):
+        attributes = [attribute for attribute, value in module._parameters.items() if value is not None]
+        if attributes and needed.isdisjoint(within):
             model.set_submodule(name, Absent(module, stages))
             inside |= {id(inner) for inner in module.modules()}
             continue
-        for attribute in own:  # unneeded parameters of a module with needed ones
+        for attribute in attributes:  # unneeded parameters of a module with needed ones
             if f"{dot}{attribute}" not in needed:
                 module.__dict__[attribute] = module._parameters.pop(attribute).to("meta", cut.dtype)
     ties = getattr(model, "all_tied_weights_keys", None) or {}
     names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    model.all_tied_weights_keys = {name: kept for name, kept in ties.items() if {name, kept} <= names}
+    model.all_tied_weights_keys = {name: source for name, source in ties.items() if {name, source} <= names}
     cast(Any, model).stages = stages
     become(model, OverStages)
     return stages

@@ -175,10 +175,10 @@ def stored_tensors(folder: Path, files: Iterable[str], problems: list[Problem]) 
         try:
             handle = safe_open(folder / file, framework="pt")
             for key in handle.keys():  # noqa: SIM118
-                name, _, place = key.rpartition("@")
+                name, _, offset = key.rpartition("@")
                 part = handle.get_slice(key)
                 block = StoredBlock(
-                    handle, key, tuple(map(int, place.split(","))) if place else (), tuple(part.get_shape())
+                    handle, key, tuple(map(int, offset.split(","))) if offset else (), tuple(part.get_shape())
                 )
                 if len(block.offset) != len(block.shape) or min((0, *block.offset)) < 0:
                     raise ValueError(f"{key} is not a tensor's name and a place in it")
@@ -189,8 +189,8 @@ def stored_tensors(folder: Path, files: Iterable[str], problems: list[Problem]) 
         except (SafetensorError, OSError, ValueError, KeyError) as error:
             problems.append(Problem(ProblemKind.FILE, file, f"is not a file of blocks: {error}"))
     for name, tensor in result.items():
-        there, whole = sum(math.prod(block.shape) for block in tensor.blocks), math.prod(tensor.shape)
-        if there != whole:
-            detail = f"has {there} elements in its blocks, {whole} were expected for its shape {tensor.shape}"
+        actual, expected = sum(math.prod(block.shape) for block in tensor.blocks), math.prod(tensor.shape)
+        if actual != expected:
+            detail = f"has {actual} elements in its blocks, {expected} were expected for its shape {tensor.shape}"
             problems.append(Problem(ProblemKind.PARTIAL, name, detail))
     return result

@@ -222,9 +222,9 @@ def _as(kind: Any, value: Any, where: str, problems: list[Problem]) -> Any:
     """
 
     def wrong(expected: str) -> Any:
-        found = "null" if value is None else f"{type(value).__name__} {shown(value)}"
+        actual = "null" if value is None else f"{type(value).__name__} {shown(value)}"
         problems.append(
-            Problem(ProblemKind.FORMAT, where or "the manifest", f"is {found}, expected {expected}", MANIFEST_NAME)
+            Problem(ProblemKind.FORMAT, where or "the manifest", f"is {actual}, expected {expected}", MANIFEST_NAME)
         )
 
     origin, args = get_origin(kind) or kind, get_args(kind)
@@ -247,7 +247,7 @@ def _as(kind: Any, value: Any, where: str, problems: list[Problem]) -> Any:
     if origin is list:
         if not isinstance(value, list):
             return wrong("a list")
-        return [_as(args[0], inner, f"{where}[{place}]", problems) for place, inner in enumerate(value)]
+        return [_as(args[0], inner, f"{where}[{index}]", problems) for index, inner in enumerate(value)]
     if isinstance(value, bool) or not isinstance(value, (int, float) if kind is float else kind):
         return wrong({int: "a whole number", float: "a number", str: "text"}[kind])
     return value
@@ -259,8 +259,8 @@ def _changed_by_json(value: Any, read: Any, where: str) -> Iterator[Problem]:
         for key, inner in value.items():
             yield from _changed_by_json(inner, read[key], f"{where}.{key}")
     elif isinstance(value, (list, tuple)) and isinstance(read, list):
-        for place, (inner, other) in enumerate(zip(value, read, strict=True)):
-            yield from _changed_by_json(inner, other, f"{where}[{place}]")
+        for index, (inner, other) in enumerate(zip(value, read, strict=True)):
+            yield from _changed_by_json(inner, other, f"{where}[{index}]")
     elif value != read:
         detail = f"is {shown(value)}, which JSON gives back as {shown(read)}; expected JSON values, and text as keys"
         yield Problem(ProblemKind.FORMAT, where, detail)

@@ -149,8 +149,8 @@ def misfits(
     if len(groups) != len(saved.groups):
         detail = f"has {len(saved.groups)} parameter groups, this optimizer {len(groups)}"
         problems.append(Problem(ProblemKind.UNEXPECTED, "optimizer", detail))
-    for number, (own, theirs) in enumerate(zip(groups, saved.groups, strict=False)):
-        here, there = set(own.parameters), set(theirs.parameters)
+    for number, (group, saved_group) in enumerate(zip(groups, saved.groups, strict=False)):
+        here, there = set(group.parameters), set(saved_group.parameters)
         where = f"is in group {number}"
         problems += [
             Problem(ProblemKind.MISSING, name, f"{where} here, and not there") for name in sorted(here - there)
@@ -158,7 +158,7 @@ def misfits(
         problems += [
             Problem(ProblemKind.UNEXPECTED, name, f"{where} there, and not here") for name in sorted(there - here)
         ]
-        problems += _misfitting_options(number, own.options, theirs.options)
+        problems += _misfitting_options(number, group.options, saved_group.options)
     wanted = {f"{name}.{key}": name for name, states in saved.states.items() for key in states.tensors}
     for state in sorted(wanted.keys() | stored.keys()):
         if state not in stored:
@@ -205,13 +205,13 @@ def restore(
     optimizer.state.clear()
     layout = sharding_of(model).adapter.transformers
     for name, parameter in _parameters(model, optimizer).items():
-        if (kept := saved.states.get(name)) is None:
+        if (saved_state := saved.states.get(name)) is None:
             continue
         group = groups[id(parameter)]
         # As in torch's `load_state_dict`: fused and capturable kernels read `step` on the GPU.
         device = parameter.device if group.get("fused") or group.get("capturable") else torch.device("cpu")
-        state: dict[str, Any] = {key: scalar.restored(device) for key, scalar in kept.scalars.items()}
-        for key in kept.tensors:
+        state: dict[str, Any] = {key: scalar.restored(device) for key, scalar in saved_state.scalars.items()}
+        for key in saved_state.tensors:
             tensor = stored[f"{name}.{key}"]
             dtype = parameter.dtype if tensor.dtype == saved_dtypes.get(name) else tensor.dtype
             state[key] = torch.zeros_like(parameter.detach(), dtype=dtype)
@@ -248,12 +248,14 @@ def _parameters(model: nn.Module, optimizer: Optimizer) -> dict[str, nn.Paramete
         CheckpointError: If a parameter is not the model's.
     """
     names = {id(parameter): name for name, parameter in own_parameters(model)}
-    given = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    if foreign := sum(id(parameter) not in names for parameter in given):
-        detail = f"{foreign} of its {len(given)} parameters are not the model's: make it after the model is sharded"
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if foreign := sum(id(parameter) not in names for parameter in parameters):
+        detail = (
+            f"{foreign} of its {len(parameters)} parameters are not the model's: make it after the model is sharded"
+        )
         problem = Problem(ProblemKind.UNEXPECTED, "optimizer", detail)
         raise CheckpointError("the optimizer is not this model's", [problem])
-    return {names[id(parameter)]: parameter for parameter in given}
+    return {names[id(parameter)]: parameter for parameter in parameters}
 
 
 def _subclass_of(value: Any) -> str:

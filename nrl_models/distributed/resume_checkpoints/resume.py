@@ -113,30 +113,35 @@ def save_checkpoint(
     require_module(model, "save_checkpoint(folder, model, optimizer)")
     model = sharded_model(model)
     sharding = sharding_of(model)
-    mesh, what = sharding.mesh, f"save into {folder}"
+    mesh, action = sharding.mesh, f"save into {folder}"
     facts: OptimizerFacts | None = None
-    with agreed(mesh, what):
+    with agreed(mesh, action):
         require_optimizer(optimizer)
         if not isinstance(wait, bool):
             raise UnknownArgumentError(f"wait={shown(wait)}: expected True or False")
         folder = folder_to_write(folder)
         finish_last(raising=True)
-        own, adapter = sharding.written(model), sharding.adapter_of(model)
-        require_in_memory(own)
+        local_state, adapter = sharding.written(model), sharding.adapter_of(model)
+        require_in_memory(local_state)
         require_real(model, adapter.own, "saved")
-        parts = {StatePart.WEIGHTS: [Held(name, tensor, own) for name, tensor in adapter.exported("hub").items()]}
+        parts = {
+            StatePart.WEIGHTS: [Held(name, tensor, local_state) for name, tensor in adapter.exported("hub").items()]
+        }
         if optimizer is not None:
             own_facts = facts_of(model, optimizer)
             parts[StatePart.OPTIMIZER] = [
-                held for held in held_states(model, optimizer) if held.own.keys() <= own.keys()
+                held for held in held_states(model, optimizer) if held.own.keys() <= local_state.keys()
             ]
     if optimizer is not None:
         facts = of_all_stages(own_facts, mesh)
-    with agreed(mesh, what) as shared:
-        given: Any = {} if progress is None else progress
-        given = dict(given) if isinstance(given, Mapping) else given
-        manifest = Manifest({}, given, facts).checked()  # raises before anything is written
-        shared |= {"progress": sorted(given), **{f"progress.{key}": value for key, value in given.items()}}
+    with agreed(mesh, action) as shared:
+        saved_progress: Any = {} if progress is None else progress
+        saved_progress = dict(saved_progress) if isinstance(saved_progress, Mapping) else saved_progress
+        manifest = Manifest({}, saved_progress, facts).checked()  # raises before anything is written
+        shared |= {
+            "progress": sorted(saved_progress),
+            **{f"progress.{key}": value for key, value in saved_progress.items()},
+        }
         blocks: dict[StatePart, Iterable[tuple[str, Block]]] = {
             part: blocks_to_write(tensors, mesh) for part, tensors in parts.items()
         }
@@ -202,26 +207,28 @@ def load_checkpoint(
     ignore_config_keys = key_names(ignore_config_keys)
     model = sharded_model(model)
     sharding = sharding_of(model)
-    mesh, what = sharding.mesh, f"load {folder}"
-    with agreed(mesh, what):
+    mesh, action = sharding.mesh, f"load {folder}"
+    with agreed(mesh, action):
         require_optimizer(optimizer)
     finish_last(raising=False)
     parts = [StatePart.WEIGHTS] if optimizer is None else [StatePart.WEIGHTS, StatePart.OPTIMIZER]
-    version, manifest = whole_version(folder, parts, mesh, what)
+    version, manifest = whole_version(folder, parts, mesh, action)
     here: OptimizerFacts | None = None
     if optimizer is not None:
-        with agreed(mesh, what):
+        with agreed(mesh, action):
             own_facts = facts_of(model, optimizer)
         here = of_all_stages(own_facts, mesh)
-    with agreed(mesh, what) as facts:
+    with agreed(mesh, action) as facts:
         sharding.require_same_tensors(model)
         adapter = sharding.adapter_of(model)
         facts |= {"manifest": manifest.rendered(), "adapter": list(adapter.own)}
         problems: list[Problem] = []
         stored = stored_tensors(version, manifest.files_of(StatePart.WEIGHTS), problems)
         # transformers reads several names for some tensors, and the saved model may have used other ones.
-        weights = {found.name if (found := adapter.find(name)) else name: tensor for name, tensor in stored.items()}
-        kept = _stored_kept(weights, model, adapter)
+        weights = {
+            hf_tensor.name if (hf_tensor := adapter.find(name)) else name: tensor for name, tensor in stored.items()
+        }
+        kept_tensors = _stored_kept(weights, model, adapter)
         problems += _misfits(weights, adapter)
         problems += _config_problems(version, model, ignore_config_keys)
         if optimizer is not None and here is not None:
@@ -232,13 +239,13 @@ def load_checkpoint(
         if problems:
             summary = f"{version} is a checkpoint of another model or optimizer"
             raise CheckpointError(summary, problems, replaced(version))
-    with agreed(mesh, what):
-        own = own_state_dict(model)
+    with agreed(mesh, action):
+        local_state = own_state_dict(model)
         for name, tensor in adapter.exported("hub").items():
-            weights[name].fill(Held(name, tensor, own).blocks)
+            weights[name].fill(Held(name, tensor, local_state).blocks)
         if optimizer is not None and manifest.optimizer is not None:
             restore(model, optimizer, manifest.optimizer, states, saved_dtypes)
-        keep(model, kept)
+        keep(model, kept_tensors)
         sharding.adapter = sharding.adapter.keeping(model)
     return manifest.progress
 
@@ -252,9 +259,9 @@ def _config_problems(version: Path, model: PreTrainedModel, ignored: Collection[
     return list(differences(saved, model, ignored))
 
 
-def _kept_blocks(kept: Mapping[str, KeptTensor], place: int, count: int) -> Iterator[tuple[str, Block]]:
-    """Yield the kept tensors (not the model's own) that rank `place` of `count` writes. Each tensor is complete."""
-    for name, tensor in list(kept.items())[place::count]:
+def _kept_blocks(kept_tensors: Mapping[str, KeptTensor], index: int, count: int) -> Iterator[tuple[str, Block]]:
+    """Yield the kept tensors (not the model's own) that rank `index` of `count` writes. Each tensor is complete."""
+    for name, tensor in list(kept_tensors.items())[index::count]:
         values = tensor.read()
         yield name, Block((0,) * values.ndim, values)
 
@@ -264,25 +271,28 @@ def _stored_kept(
 ) -> dict[str, KeptTensor]:
     """Take out of `stored` the tensors that a model only keeps: over the pages of the files."""
     mtp, held, unused = MTPNames(model), kept_by(model), keeps_unused(model)
-    found = {}
+    kept_tensors = {}
     for name in [name for name in stored if name not in adapter.hub]:
         is_mtp = mtp.may_be(name)
         if not (is_mtp or name in held or unused.search(name)):
             continue
         tensor = stored.pop(name)
         (block, *_) = tensor.blocks
-        found[name] = KeptTensor(
+        kept_tensors[name] = KeptTensor(
             TensorSpec(block.shape, tensor.dtype), (block.handle.get_tensor(block.key),), is_mtp=is_mtp
         )
-    return found
+    return kept_tensors
 
 
 def _saved_dtypes(stored: Mapping[str, BlockedTensor], adapter: StateDictAdapter) -> dict[str, torch.dtype]:
     """Return the stored dtype of each of the model's own tensors."""
     dtypes = {
-        own: stored[name].dtype for name, tensor in adapter.hub.items() if name in stored for own in tensor.parameters
+        parameter: stored[name].dtype
+        for name, tensor in adapter.hub.items()
+        if name in stored
+        for parameter in tensor.parameters
     }
-    return dtypes | {name: dtypes[kept] for name, kept in adapter.tied.items() if kept in dtypes}
+    return dtypes | {name: dtypes[source] for name, source in adapter.tied.items() if source in dtypes}
 
 
 def _misfits(stored: Mapping[str, BlockedTensor], adapter: StateDictAdapter) -> list[Problem]:
@@ -299,8 +309,8 @@ def _misfits(stored: Mapping[str, BlockedTensor], adapter: StateDictAdapter) -> 
     saved_otherwise = [name for name in adapter.exported("hub") if name not in stored]
     problems = problems or [Problem(ProblemKind.MISSING, name, "not found") for name in saved_otherwise]
     problems += [
-        Problem(ProblemKind.TIED, name, f"was saved apart from {kept}, but the model ties them")
+        Problem(ProblemKind.TIED, name, f"was saved apart from {source}, but the model ties them")
         for name, tensor in adapter.hub.items()
-        if name in stored and (kept := adapter.tied.get(tensor.parameters[0])) is not None
+        if name in stored and (source := adapter.tied.get(tensor.parameters[0])) is not None
     ]
     return problems

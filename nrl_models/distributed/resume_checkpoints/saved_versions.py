@@ -22,8 +22,8 @@ _OLD_MANIFEST = "training.json"
 
 def versions_in(folder: Path) -> list[Path]:
     """Return the versions in a folder, newest first; empty if the folder does not exist."""
-    found = folder.iterdir() if folder.is_dir() else ()
-    numbers = sorted((int(match[1]) for path in found if (match := VERSION.fullmatch(path.name))), reverse=True)
+    paths = folder.iterdir() if folder.is_dir() else ()
+    numbers = sorted((int(match[1]) for path in paths if (match := VERSION.fullmatch(path.name))), reverse=True)
     return [folder / f"version-{number}" for number in numbers]
 
 
@@ -50,7 +50,9 @@ def remove_older(version: Path) -> None:
             older.rmdir()
 
 
-def whole_version(folder: str | Path, parts: Sequence[StatePart], mesh: DeviceMesh, what: str) -> tuple[Path, Manifest]:
+def whole_version(
+    folder: str | Path, parts: Sequence[StatePart], mesh: DeviceMesh, action: str
+) -> tuple[Path, Manifest]:
     """Return the newest version and its manifest, after comparing all files of `parts` with their hashes.
 
     Every rank of the mesh has to call this. Each reads a share of the files.
@@ -59,7 +61,7 @@ def whole_version(folder: str | Path, parts: Sequence[StatePart], mesh: DeviceMe
         folder: Directory of the versions.
         parts: Parts to verify.
         mesh: Mesh of the ranks.
-        what: The next action, for messages.
+        action: The next action, for messages.
 
     Raises:
         CheckpointError: On every rank, if there is no version or the newest is damaged. Lists all problems, and whether
@@ -67,13 +69,14 @@ def whole_version(folder: str | Path, parts: Sequence[StatePart], mesh: DeviceMe
         ShardingError: If ranks see different versions, or a rank died.
         UnknownArgumentError: If `folder` is not a path.
     """
-    with agreed(mesh, what):
-        found = _found(as_path(folder))
-    with reporting_dead_ranks(what):
-        ((newest, *older), *_) = gather_over(mesh, found)  # the first rank's: others may see old lists of a network's
-    manifest, own = _examined(newest, parts, place_in(mesh), mesh.size())
-    with reporting_dead_ranks(what):
-        problems = list(dict.fromkeys(problem for each in gather_over(mesh, own) for problem in each))
+    with agreed(mesh, action):
+        versions = _found(as_path(folder))
+    with reporting_dead_ranks(action):
+        # The first rank's versions, because other ranks may see an old listing of a network file system.
+        ((newest, *older), *_) = gather_over(mesh, versions)
+    manifest, local_problems = _examined(newest, parts, place_in(mesh), mesh.size())
+    with reporting_dead_ranks(action):
+        problems = list(dict.fromkeys(problem for each in gather_over(mesh, local_problems) for problem in each))
         if problems:
             (advice, *_) = gather_over(mesh, _advice(newest, older, parts) if is_first(mesh) else "")
             raise CheckpointError(f"{newest} is damaged", problems, [advice])
@@ -87,8 +90,8 @@ def _found(folder: Path) -> list[Path]:
     Raises:
         CheckpointError: If there are none.
     """
-    if found := versions_in(folder):
-        return found
+    if versions := versions_in(folder):
+        return versions
     advice = "pass a folder written by save_checkpoint; load a Hugging Face checkpoint with from_pretrained"
     detail = "has no version-1, version-2, ... in it, so this is not a complete checkpoint"
     if VERSION.fullmatch(folder.name) and (folder / MANIFEST_NAME).is_file():
@@ -101,16 +104,16 @@ def _found(folder: Path) -> list[Path]:
 
 
 def _examined(
-    version: Path, parts: Sequence[StatePart], place: int, count: int
+    version: Path, parts: Sequence[StatePart], index: int, count: int
 ) -> tuple[Manifest | None, list[Problem]]:
-    """Return a version's manifest if it is valid, and problems of its files in share `place` of `count`."""
+    """Return a version's manifest if it is valid, and problems of its files in share `index` of `count`."""
     try:
         manifest = read_manifest(version)
     except CheckpointError as error:
         return None, list(error.problems)
     problems = []
     names = sorted((CONFIG_NAME, *manifest.files_of(*parts)), key=lambda name: -manifest.files[name].bytes)
-    for name in names[place::count]:
+    for name in names[index::count]:
         written = manifest.files[name]
         try:
             size = (version / name).stat().st_size if (version / name).is_file() else None
@@ -138,6 +141,6 @@ def _advice(newest: Path, older: Sequence[Path], parts: Sequence[StatePart]) -> 
     """Return advice for a damaged version."""
     if again := replaced(newest):
         return again[0]
-    if whole := next((path for path in older if not _examined(path, parts, 0, 1)[1]), None):
-        return f"{whole.name} is intact: to resume from it, move {newest.name} out of the folder"
+    if intact_version := next((path for path in older if not _examined(path, parts, 0, 1)[1]), None):
+        return f"{intact_version.name} is intact: to resume from it, move {newest.name} out of the folder"
     return "the folder has no intact older version: copy the checkpoint again, or use another one"

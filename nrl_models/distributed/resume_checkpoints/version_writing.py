@@ -52,7 +52,7 @@ def write_version(folder: Path, contents: VersionContents, ranks: Ranks) -> Path
         SaveError: If the disk is full or read-only, or another process saves into the folder.
         ShardingError: If another rank failed. The failed rank raises its own error.
     """
-    what = f"save into {folder}"
+    action = f"save into {folder}"
 
     def write(stage: Path | None, attempt: Attempt) -> None:
         (path, *_) = gather_over(ranks, None if stage is None else str(stage))
@@ -70,15 +70,15 @@ def write_version(folder: Path, contents: VersionContents, ranks: Ranks) -> Path
             attempt(_finish, stage, contents.config, replace(contents.manifest, files=files))
 
     with ExitStack() as stack:
-        with agreed(ranks, what), reporting_disk(folder):
+        with agreed(ranks, action), reporting_disk(folder):
             if is_first(ranks):
                 folder.mkdir(parents=True, exist_ok=True)
                 stack.enter_context(locked(folder))
             version = next_version(folder)
-        with reporting_dead_ranks(what):
+        with reporting_dead_ranks(action):
             (version, *_) = gather_over(ranks, version)
         write_together(version, ranks, write)
-        with agreed(ranks, what):
+        with agreed(ranks, action):
             if is_first(ranks):
                 remove_older(version)
     return version

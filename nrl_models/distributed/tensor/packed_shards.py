@@ -52,10 +52,10 @@ def _dims(placements: Sequence[Placement]) -> list[int]:
     return [placement.dim for placement in placements if hasattr(placement, "dim")]
 
 
-def over_shard(whole: DTensor, local: torch.Tensor) -> DTensor:
-    """Return a DTensor with the placements of `whole` over another local tensor of the same shape."""
+def over_shard(dtensor: DTensor, local: torch.Tensor) -> DTensor:
+    """Return a DTensor with the placements of `dtensor` over another local tensor of the same shape."""
     return DTensor.from_local(
-        local, whole.device_mesh, whole.placements, run_check=False, shape=whole.shape, stride=whole.stride()
+        local, dtensor.device_mesh, dtensor.placements, run_check=False, shape=dtensor.shape, stride=dtensor.stride()
     )
 
 
@@ -127,12 +127,12 @@ def describe_packed_shards() -> None:
             if not isinstance(pair[0], DTensor) or packing_of(pair[0]) is None:
                 others.append(key)
                 continue
-            target, whole = pair
+            target, full_tensor = pair
             if target.is_meta:
                 target = over_shard(target, torch.empty_like(target.to_local(), device=device))
             with torch.no_grad():
                 for region in regions_of(target):
-                    region.take_from(whole)
+                    region.take_from(full_tensor)
             local_state_dict[key] = target
         distribute(local_state_dict, others, device, pg)
 
