@@ -20,7 +20,7 @@ from nrl_models.common.dtypes import dtype_name
 from nrl_models.common.modules import class_name
 from nrl_models.common.projections import own_storage
 from nrl_models.common.state_dict.adapter import StateDictAdapter
-from nrl_models.common.state_dict.kept_tensors import kept_by
+from nrl_models.common.state_dict.kept_tensors import KeptTensor, kept_by
 from nrl_models.common.state_dict.layouts import TensorSpec
 from nrl_models.common.state_dict.savable import check_shapes, check_ties, require_savable, require_wide_weights
 from nrl_models.common.state_dict.ties import ties_as_read
@@ -87,9 +87,9 @@ def save_pretrained(
             tensors: dict[str, torch.Tensor] = {}
             for name, tensor in gather(hf_tensors, DEFAULT_BUCKET):
                 if stage is not None:  # copy to a separate storage; other ranks keep nothing
-                    tensors[name] = tensor.to("cpu", copy=True)
+                    tensors[name] = attempt(tensor.to, "cpu", copy=True)
             if stage is not None:
-                tensors |= {name: own_storage(kept_tensors[name].read()) for name in names if name not in table}
+                tensors |= {name: attempt(_read, kept_tensors[name]) for name in names if name not in table}
                 attempt(save_file, tensors, stage / file, metadata={"format": "pt"})
         if stage is not None:
             attempt(_write_configuration, model, adapter, stage)
@@ -99,6 +99,10 @@ def save_pretrained(
                 attempt((stage / INDEX_NAME).write_text, json.dumps(index, indent=2, sort_keys=True) + "\n")
 
     write_together(folder, mesh, write)
+
+
+def _read(kept_tensor: KeptTensor) -> torch.Tensor:
+    return own_storage(kept_tensor.read())
 
 
 def on_meta(table: Mapping[str, HFTensor], specs: Mapping[str, TensorSpec]) -> dict[str, torch.Tensor]:
@@ -122,13 +126,14 @@ class Attempt:
 
     error: Exception | None = None
 
-    def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-        """Call a function, unless an earlier call failed."""
+    def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call a function, unless an earlier call failed. Returns its result; None if a call failed."""
         if self.error is None:
             try:
-                function(*args, **kwargs)
+                return function(*args, **kwargs)
             except Exception as error:
                 self.error = error
+        return None
 
 
 def write_together(folder: str | Path, ranks: Ranks, write: Callable[[Path | None, Attempt], None]) -> None:

@@ -174,11 +174,12 @@ def test_cast_after_sharding_is_exported_and_saved(
     assert files_in(tmp_path / "sharded") == files_in(tmp_path / "sharded-whole")
 
 
-def test_failed_save_raises_on_every_rank(two: World, tmp_path: Path) -> None:
+@pytest.mark.parametrize("failing", ["file", "kept tensor"])
+def test_failed_save_raises_on_every_rank(two: World, tmp_path: Path, failing: str) -> None:
     folder = tmp_path / "out"
-    two.run(partial(export_and_save.saves, fsdp=2), str(folder), False)
+    two.run(partial(export_and_save.saves, fsdp=2), str(folder))
     before = files_in(folder)
-    first, second = errors_on_every_rank(two, partial(export_and_save.saves, fsdp=2), str(folder), True)
+    first, second = errors_on_every_rank(two, partial(export_and_save.saves, fsdp=2), str(folder), failing)
     assert first == ("OSError", "disk full")
     assert second[0] == "ShardingError"
     assert "rank 0: OSError: disk full" in second[1]
@@ -190,7 +191,7 @@ def test_rank_crash_during_save_keeps_old_checkpoint(tmp_path: Path) -> None:
     folder = tmp_path / "out"
     world = World(2)
     try:
-        world.run(partial(export_and_save.saves, fsdp=2), str(folder), False)
+        world.run(partial(export_and_save.saves, fsdp=2), str(folder))
         before = files_in(folder)
         (kind, text) = world.run_dying(1, partial(export_and_save.dies_while_saving, fsdp=2), str(folder))[0]
     finally:

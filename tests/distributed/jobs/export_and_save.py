@@ -30,6 +30,8 @@ from transformers import LlamaConfig, PreTrainedModel
 from jobs.memory import Peak
 from jobs.setting import assert_same, case_of, full, local, mesh_of
 from nrl_models import AutoModelForCausalLM, AutoModelForImageTextToText, registry
+from nrl_models.common.state_dict.kept_tensors import KeptTensor, keep
+from nrl_models.common.state_dict.layouts import TensorSpec
 from nrl_models.distributed import load_checkpoint, parallelize, plan_for, save_checkpoint, saving, shards, share_of
 from nrl_models.distributed.parallel_plan import declared_tensor_plan
 from nrl_models.errors import ShardingError
@@ -315,14 +317,16 @@ def exports_and_saves_after_cast(folder: str, before: torch.dtype, after: torch.
     dist.barrier()
 
 
-def saves(folder: str, fails: bool, **sizes: int) -> None:
-    """Save a model. Optionally fail while files are written."""
+def saves(folder: str, failing: str = "", **sizes: int) -> None:
+    """Save a model. Optionally fail while a file is written (`file`), or a kept tensor is read (`kept tensor`)."""
     model = parallelize(copy.deepcopy(case_of("LlamaForCausalLM").model()), mesh_of(**sizes))
 
-    def disk_full(*_: Any, **__: Any) -> None:
+    def disk_full(*_: Any, **__: Any) -> torch.Tensor:
         raise OSError("disk full")
 
-    with mock.patch.object(saving, "save_file", disk_full if fails else saving.save_file):
+    if failing == "kept tensor":
+        keep(model, {"a.weight": KeptTensor(TensorSpec((2,), torch.float32), (torch.zeros(2),), disk_full)})
+    with mock.patch.object(saving, "save_file", disk_full if failing == "file" else saving.save_file):
         model.save_pretrained(folder, max_shard_size="700KB")
 
 
