@@ -339,7 +339,7 @@ def _with_adapter(model: Any) -> FamilyModel:
     """Attach an adapter to a regular Hugging Face model, as family models have."""
     if not isinstance(model, FamilyModel):
         model.state_dict_adapter = StateDictAdapter(model)
-        if model.state_dict_adapter.kept:
+        if model.state_dict_adapter.mtp:
             logger.warning_once(
                 f"{type(model).__name__} exports the checkpoint's weights of multi-token prediction, but is "
                 "transformers' own class, whose save_pretrained leaves them out."

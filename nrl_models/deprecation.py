@@ -32,5 +32,25 @@ def with_new_keywords(keywords: Mapping[str, Any], new_names: Mapping[str, str])
     return {new_names.get(name, name): value for name, value in keywords.items()}
 
 
+class OldAttribute:
+    """A class attribute that serves an attribute of its instances under an old name.
+
+    Args:
+        new_name: The attribute's present name.
+    """
+
+    def __init__(self, new_name: str) -> None:
+        self.new_name = new_name
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.names = f"{owner.__name__}.{name}", f"{owner.__name__}.{self.new_name}"
+
+    def __get__(self, instance: Any, owner: type) -> Any:
+        if instance is None:
+            return self
+        _warn(*self.names)
+        return getattr(instance, self.new_name)
+
+
 def _warn(old: str, new: str) -> None:
     warnings.warn(f"{old} was renamed to {new}; the old name goes with 0.3", DeprecationWarning, stacklevel=3)

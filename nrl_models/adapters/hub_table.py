@@ -20,7 +20,7 @@ class HubTable:
     """
 
     def __init__(self, adapter: StateDictAdapter) -> None:
-        self.own = adapter.own
+        self.specs = adapter.specs
         self.hub = [t for t in adapter.hub.values() if t.view is None or t.name != str(t.view)]
         self.parts: dict[str, list[HFTensor]] = {
             name: adapter.tensors_in(name, "hub") for tensor in self.hub for name in tensor.parameters
@@ -41,7 +41,7 @@ class HubTable:
         for name, parts in self.parts.items():
             if not all(part.name in state_dict for part in parts):
                 continue
-            made[name] = state_dict[parts[0].name].new_empty(self.own[name].shape)
+            made[name] = state_dict[parts[0].name].new_empty(self.specs[name].shape)
             for part in parts:
                 part.write_into(name, made[name], state_dict[part.name])
         for tensor in self.hub:

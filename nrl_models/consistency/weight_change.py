@@ -134,7 +134,7 @@ class WeightChange:
     def unseen(self, after: Measurement, bound: float) -> Iterable[str]:
         """Yield tensors that could be stale without an effect above `bound` on the compared tokens."""
         model, old = self.meter.trainer.model, self.old
-        plan, mtp_weights = model.state_dict_adapter.export_plan(), model.state_dict_adapter.kept
+        plan, mtp_weights = model.state_dict_adapter.export_plan(), model.state_dict_adapter.mtp
         yield from (name for name, _, dtype in plan if name in mtp_weights or not dtype.is_floating_point)
         if self._is_readable or not old:
             return

@@ -20,15 +20,15 @@ class Versions:
     """Results in all environments, in the order of the arguments.
 
     Args:
-        found: Interpreter or directory of each environment, and the diagnosis: `INCOMPLETE` if the engine failed.
+        diagnoses: Interpreter or directory of each environment, and the diagnosis: `INCOMPLETE` if the engine failed.
     """
 
-    found: tuple[tuple[Path, Diagnosis], ...]
+    diagnoses: tuple[tuple[Path, Diagnosis], ...]
 
     @property
     def verdict(self) -> Outcome:
         """`FAIL` if a diagnosis failed, `INCOMPLETE` if an engine failed."""
-        outcomes = {diagnosis.outcome for _, diagnosis in self.found}
+        outcomes = {diagnosis.outcome for _, diagnosis in self.diagnoses}
         return next(outcome for outcome in (Outcome.FAIL, Outcome.INCOMPLETE, Outcome.PASS) if outcome in outcomes)
 
     @property
@@ -39,13 +39,13 @@ class Versions:
     @property
     def summary(self) -> str:
         """The result in one line: the number of environments that passed."""
-        passed = sum(diagnosis.passed for _, diagnosis in self.found)
-        return f"{self.verdict.upper()}: {passed} of {len(self.found)} environments passed"
+        passed = sum(diagnosis.passed for _, diagnosis in self.diagnoses)
+        return f"{self.verdict.upper()}: {passed} of {len(self.diagnoses)} environments passed"
 
     def table(self) -> ResultTable:
         """Return a table with a row for each environment."""
         table = ResultTable("environment", "engine", "verdict", "result")
-        for environment, diagnosis in self.found:
+        for environment, diagnosis in self.diagnoses:
             engine = escape(str(diagnosis.measured.get("engine", ""))) or "-"
             line = diagnosis.lines[0 if diagnosis.outcome is Outcome.INCOMPLETE else -1]
             table.add_row(escape(str(environment)), engine, diagnosis.outcome.markup, escape(line))
@@ -62,7 +62,7 @@ class Versions:
                     if diagnosis.outcome is Outcome.INCOMPLETE
                     else {"error": None, **diagnosis.to_json()}
                 )
-                for environment, diagnosis in self.found
+                for environment, diagnosis in self.diagnoses
             ],
         }
 

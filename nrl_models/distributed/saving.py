@@ -69,14 +69,14 @@ def save_pretrained(
     check_shapes(model, adapter)
     check_ties(model, adapter)
     require_savable(model)
-    require_wide_weights(model, adapter, adapter.own)
+    require_wide_weights(model, adapter, adapter.specs)
     table = checkpoint_layout(model, adapter, original_format=save_original_format)
     kept_tensors = kept_by(model)  # the first rank's, which writes them
     with reporting_dead_ranks(f"save into {folder}"):
         (kept_specs, *_) = gather_over(mesh, {name: tensor.spec for name, tensor in kept_tensors.items()})
     kept_on_meta = {name: torch.empty(spec.shape, dtype=spec.dtype, device="meta") for name, spec in kept_specs.items()}
     split = split_torch_state_dict_into_shards(
-        on_meta(table, adapter.own) | kept_on_meta,
+        on_meta(table, adapter.specs) | kept_on_meta,
         filename_pattern="model{suffix}.safetensors",
         max_shard_size=max_shard_size,
     )
@@ -164,7 +164,7 @@ def write_together(folder: str | Path, ranks: Ranks, write: Callable[[Path | Non
 
 def _write_configuration(model: PreTrainedModel, adapter: StateDictAdapter, stage: Path) -> None:
     """Write the configuration, and the Python code of a registered class, as transformers does with weights."""
-    dtype = next(spec.dtype for spec in adapter.own.values() if spec.dtype.is_floating_point)
+    dtype = next(spec.dtype for spec in adapter.specs.values() if spec.dtype.is_floating_point)
     model.config.dtype = dtype_name(dtype)
     model.config.architectures = [class_name(model)]
     if model.is_remote_code():

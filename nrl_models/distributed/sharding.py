@@ -107,7 +107,7 @@ class Sharding:
         for rank, names in enumerate(gather_over(self.mesh["pp"], list(own_state_dict(model)))):
             for name in names:
                 holders.setdefault(name, rank)
-        if lost := [name for name in self.adapter.own if name not in holders]:
+        if lost := [name for name in self.adapter.specs if name not in holders]:
             problems = [Problem(ProblemKind.MISSING, name, "is in no stage") for name in lost]
             raise ShardingError("the stages do not make up the model", problems)
         self.holders = holders
@@ -190,12 +190,12 @@ class Sharding:
         with agreed(stages, GATHER):
             local_state, adapter = self.written(model), self.adapter_of(model)
             require_values(model, local_state)
-        own_dtypes = {name: spec.dtype for name, spec in adapter.own.items() if name in local_state}
+        own_dtypes = {name: spec.dtype for name, spec in adapter.specs.items() if name in local_state}
         with reporting_dead_ranks(GATHER):
             for dtypes in gather_over(stages, own_dtypes):
                 self.adapter = self.adapter.with_dtypes(dtypes)
         specs = {
-            name: torch.empty(spec.shape, dtype=spec.dtype, device="meta") for name, spec in self.adapter.own.items()
+            name: torch.empty(spec.shape, dtype=spec.dtype, device="meta") for name, spec in self.adapter.specs.items()
         }
         return lambda tensors, max_bytes: gathered(local_state, specs, tensors, self.mesh, max_bytes, buffers)
 

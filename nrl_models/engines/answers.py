@@ -29,18 +29,18 @@ class Checked:
     """Read values of an answer. Each method raises an `EngineError` with field, value and expected value.
 
     Args:
-        who: Name of the engine in errors.
+        engine_name: Name of the engine in errors.
         vocabulary: Number of token ids; None if unknown.
         secrets: Texts to hide in errors, in case the engine's answer repeats them.
     """
 
-    who: str
+    engine_name: str
     vocabulary: int | None = None
     secrets: tuple[str, ...] = ()
 
     def error(self, text: str) -> EngineError:
         """Return an error about the engine, without secrets."""
-        return EngineError(hidden(f"{self.who} {text}", self.secrets))
+        return EngineError(hidden(f"{self.engine_name} {text}", self.secrets))
 
     def wrong(self, field: str, value: Any, expected: str) -> NoReturn:
         """Raise the error for a field."""

@@ -106,7 +106,9 @@ class ServerConnection:
                 "there: use the final address"
             )
         if answer.status >= 400:
-            raise EngineError(*_lines(hidden(f"{check.who} answered {answer.status} to {path}: {text}", check.secrets)))
+            raise EngineError(
+                *_lines(hidden(f"{check.engine_name} answered {answer.status} to {path}: {text}", check.secrets))
+            )
         try:
             return check.mapping(json.loads(text, parse_constant=_no_json), "it")
         except (ValueError, RecursionError) as error:

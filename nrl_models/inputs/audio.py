@@ -79,7 +79,9 @@ def audio_inputs(model: PreTrainedModel, inputs: Inputs, generator: torch.Genera
     if frames := getattr(model.config, FRAMES_OF_TOKEN, None):
         batch, length = inputs["input_ids"].shape
         width = next(filter(None, (_width(vars(part)) for part in parts(model.config).values())), None)
-        return width and inputs | {name: torch.randn(batch, width, frames * length, generator=generator)}
+        if width is None:
+            return None
+        return inputs | {name: torch.randn(batch, width, frames * length, generator=generator)}
     for clips in _forms(model.config, name, known, len(inputs["input_ids"]), generator):
         try:
             counts = [] if method is None else _counts(model.config, run_on(model, method, clips), len(clips[name]))

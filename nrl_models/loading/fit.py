@@ -78,7 +78,7 @@ class Fit:
     Attributes:
         adapter: The model's state-dict adapter.
         names: Mapping from the checkpoint's keys to tensors.
-        found: Keys that fill each tensor.
+        matches: Keys that fill each tensor.
         dtypes: Dtype in which to load each parameter.
         skipped: Keys that are not loaded: unused keys if `strict=False` allows them, keys of other heads and of towers,
             and dropped MTP weights.
@@ -91,7 +91,7 @@ class Fit:
 
     adapter: StateDictAdapter
     names: CheckpointNames
-    found: Match
+    matches: Match
     dtypes: dict[str, torch.dtype]
     skipped: list[str]
     unused: list[str]
@@ -104,7 +104,7 @@ class Fit:
         """Return the keys whose stored dtype is wider than the dtype in which they are loaded."""
         return [
             key
-            for name, sources in self.found.sources.items()
+            for name, sources in self.matches.sources.items()
             for key, _ in sources
             if files.tensors[key].dtype.itemsize > self.dtypes[name].itemsize and key not in files.dequantized
         ]
@@ -113,7 +113,7 @@ class Fit:
         """Return the info of `output_loading_info`, with transformers' keys."""
         misfits = _misfits(self.adapter, self.names, self.mismatched)
         return {
-            "missing_keys": set(self.found.missing) - self.found.copies.keys() - misfits,
+            "missing_keys": set(self.matches.missing) - self.matches.copies.keys() - misfits,
             "unexpected_keys": set(self.skipped),
             "mismatched_keys": {
                 (name, *shapes) for key, shapes in self.mismatched.items() for name in self.names.parameters(key)
@@ -125,9 +125,9 @@ class Fit:
         """Log a warning each for initialized or skipped tensors, and for heads and towers that are not loaded."""
         known = self.of_head | self.of_towers | self.mtp
         others = [key for key in self.skipped if key not in known]
-        if others or self.found.missing:
+        if others or self.matches.missing:
             shapes = [f"{key} has shape {tuple(was)}, not {tuple(new)}" for key, (was, new) in self.mismatched.items()]
-            initialized = ", ".join(self.found.missing) or "nothing"
+            initialized = ", ".join(self.matches.missing) or "nothing"
             initialized += f" ({listed(shapes, limit=8)})" if shapes else ""
             skipped = "" if self.of_head | self.of_towers else "; skipped nothing"  # the next message lists these
             skipped = f"; skipped {', '.join(others)}" if others else skipped
@@ -162,17 +162,19 @@ def fit_checkpoint(
     ignored = [key for key in model._keys_to_ignore_on_load_unexpected or () if not mtp_names.is_pattern(key)]
     computed = former_buffers(model)
     former, ignorable = joined(computed), joined([*ignored, *computed])
-    of_mtp = frozenset(mtp_names.among([key for key, tensor in names.found.items() if tensor is None]))
+    of_mtp = frozenset(mtp_names.among([key for key, tensor in names.targets.items() if tensor is None]))
     keeps_mtp = keeps(model, options.mtp)
     optional = joined(model._keys_to_ignore_on_load_missing or ())
     unused_pattern = keeps_unused(model)
     skipped: list[str] = []
     unused: list[str] = []
     unknown = [
-        key for key, tensor in names.found.items() if tensor is None and key not in of_mtp and not ignorable.search(key)
+        key
+        for key, tensor in names.targets.items()
+        if tensor is None and key not in of_mtp and not ignorable.search(key)
     ]
     of_head, of_towers = accepted_parts(model, names.renamed, unknown, files.tensors, options, tolerance.composite)
-    new_head = set(new_head_names(model, adapter.own)) if options.new_head else set()
+    new_head = set(new_head_names(model, adapter.specs)) if options.new_head else set()
     if options.new_head:
         require_head(model, new_head)
     mismatched = _accepted_mismatches(names, files, options.ignore_mismatched_sizes, new_head)
@@ -197,8 +199,8 @@ def fit_checkpoint(
 
     matches = match(
         files.tensors,
-        lambda key: None if key in mismatched else names.found[key],
-        adapter.own,
+        lambda key: None if key in mismatched else names.targets[key],
+        adapter.specs,
         adapter.absent,
         adapter.tied,
         may_miss=lambda name: not strict or name in new_head or name in misfits or bool(optional.search(name)),
@@ -235,15 +237,15 @@ def _accept_equal_parts(
     """Find tensors of files that transformers has saved in equal parts, see `nrl_models.common.views.hub_parts`."""
     others = {
         key: target.name
-        for key, target in names.found.items()
+        for key, target in names.targets.items()
         if target is not None and target.shape != files.tensors[key].shape
     }
     if not others or (conversions := equal_parts(hub_conversions(model) or ())) is None:
         return
-    saved = convert_layout(model, adapter.transformers, adapter.own, conversions)
+    saved = convert_layout(model, adapter.transformers, adapter.specs, conversions)
     for key, name in others.items():
         if name in saved and files.tensors[key].shape == saved[name].shape:
-            names.found[key] = saved[name]
+            names.targets[key] = saved[name]
 
 
 def _accepted_mismatches(
@@ -254,7 +256,7 @@ def _accepted_mismatches(
         return {}
     return {
         key: (torch.Size(files.tensors[key].shape), torch.Size(target.shape))
-        for key, target in names.found.items()
+        for key, target in names.targets.items()
         if target is not None
         and files.tensors[key].shape != target.shape
         and (accepts_all or all(name in new_head for name in target.parameters))
@@ -295,7 +297,7 @@ def joined(patterns: Iterable[str]) -> re.Pattern[str]:
 def _target_dtypes(model: PreTrainedModel, adapter: StateDictAdapter, dtype: torch.dtype) -> dict[str, torch.dtype]:
     """Return the dtype of each parameter and buffer: as built, or fp32 if transformers keeps it in fp32."""
     planned_dtype = kept_dtypes(model, dtype)
-    return {name: planned_dtype(name) or spec.dtype for name, spec in adapter.own.items()}
+    return {name: planned_dtype(name) or spec.dtype for name, spec in adapter.specs.items()}
 
 
 def _dtype_problems(adapter: StateDictAdapter, matches: Match, files: CheckpointFiles) -> list[Problem]:
@@ -304,8 +306,8 @@ def _dtype_problems(adapter: StateDictAdapter, matches: Match, files: Checkpoint
     for name, sources in matches.sources.items():
         for key, _ in sources:
             stored = files.tensors[key]
-            if adapter.own[name].dtype.is_floating_point and not is_wide_float(stored.dtype):
-                detail = f"is stored quantized, as {stored.dtype}; the model's is {adapter.own[name].dtype}"
+            if adapter.specs[name].dtype.is_floating_point and not is_wide_float(stored.dtype):
+                detail = f"is stored quantized, as {stored.dtype}; the model's is {adapter.specs[name].dtype}"
                 problems.append(Problem(ProblemKind.DTYPE, key, detail, stored.file))
     return problems
 

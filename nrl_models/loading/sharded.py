@@ -114,7 +114,7 @@ def _fill(model: PreTrainedModel, fit: Fit, files: CheckpointFiles, device: torc
         name: slices_of(
             name, local_state[name], ((files.tensors[key], target) for key, target in sources), fit.dtypes[name]
         )
-        for name, sources in fit.found.sources.items()
+        for name, sources in fit.matches.sources.items()
         if name in local_state
     }
     sharding.loaded_bytes = sum(part.nbytes for parts in slices.values() for part in parts)
@@ -149,7 +149,7 @@ def _fill(model: PreTrainedModel, fit: Fit, files: CheckpointFiles, device: torc
     for name, tensor in shards.items():
         install(model, name, tensor)
     _initialize_missing(model, fit, device, local_state)
-    for ties in (fit.found.copies, fit.adapter.tied):
+    for ties in (fit.matches.copies, fit.adapter.tied):
         share_copies(model, {name: source_name for name, source_name in ties.items() if name in local_state})
     move_buffers(model, device)
     join(model)
@@ -165,7 +165,7 @@ def _neighboring_shards(
     return [
         names
         for names in neighboring_parameters(model)
-        if all(name in fit.found.sources for name in names)
+        if all(name in fit.matches.sources for name in names)
         and len({(local_of(local_state[name]).shape[1:], fit.dtypes[name]) for name in names}) == 1
     ]
 
@@ -173,9 +173,9 @@ def _neighboring_shards(
 def _initialize_missing(model: PreTrainedModel, fit: Fit, device: torch.device, local_state: Collection[str]) -> None:
     """Initialize missing parameters of `local_state` as transformers does, module by module, the same on every rank."""
     mesh = sharding_of(model).mesh
-    (seed, *_) = gather_over(mesh, torch.initial_seed()) if fit.found.missing else (0,)
+    (seed, *_) = gather_over(mesh, torch.initial_seed()) if fit.matches.missing else (0,)
     by_module: dict[str, list[str]] = defaultdict(list)
-    for name in (name for name in fit.found.missing if name in local_state):  # in the same order on each rank
+    for name in (name for name in fit.matches.missing if name in local_state):  # in the same order on each rank
         owner, _, attribute = name.rpartition(".")
         by_module[owner].append(attribute)
     for owner, attributes in by_module.items():

@@ -100,13 +100,13 @@ def keep_unused(model: PreTrainedModel, fit: Fit, files: CheckpointFiles, dtype:
 
 def _read(model: PreTrainedModel, fit: Fit, files: CheckpointFiles, device: torch.device) -> None:
     """Read every tensor of the model, several sources at a time."""
-    adapter, matches, dtypes = fit.adapter, fit.found, fit.dtypes
+    adapter, matches, dtypes = fit.adapter, fit.matches, fit.dtypes
     tensors: dict[str, torch.Tensor] = {}
     copies: list[tuple[str, StoredTensor, HFTensor]] = []
     groups = [names for names in neighboring_parameters(model) if _fit_together(names, fit)]
     grouped = {name for names in groups for name in names}
     for names in [*groups, *((name,) for name in matches.sources if name not in grouped)]:
-        shapes, dtype = [adapter.own[name].shape for name in names], dtypes[names[0]]
+        shapes, dtype = [adapter.specs[name].shape for name in names], dtypes[names[0]]
         buffer_shape = Buffer.shape_of(shapes)
         sources = {name: [(files.tensors[key], target) for key, target in matches.sources[name]] for name in names}
         memory = None
@@ -171,9 +171,9 @@ def _block_of(target: HFTensor, memory: torch.Tensor) -> torch.Tensor | None:
 
 def _fit_together(names: Sequence[str], fit: Fit) -> bool:
     """Return True if all parameters of a group are in the checkpoint with equal dtype and trailing dimensions."""
-    if any(name not in fit.found.sources for name in names):
+    if any(name not in fit.matches.sources for name in names):
         return False
-    return len({(fit.adapter.own[name].shape[1:], fit.dtypes[name]) for name in names}) == 1
+    return len({(fit.adapter.specs[name].shape[1:], fit.dtypes[name]) for name in names}) == 1
 
 
 def _block_of_stored(stored: StoredTensor, target: HFTensor, shape: tuple[int, ...]) -> tuple[int, StoredTensor] | None:
@@ -218,7 +218,7 @@ def map_consecutive(
 
 def _finish(model: PreTrainedModel, fit: Fit, device: torch.device) -> None:
     """Initialize missing parameters, tie weights, and move buffers to the device."""
-    matches = fit.found
+    matches = fit.matches
     share_copies(model, matches.copies)
     move_buffers(model, device)
     if matches.missing:

@@ -264,7 +264,7 @@ class _Chunked(torch.autograd.Function):
 
         ctx.of_forward = {"head": head, "sampling": sampling, "entropy": entropy, "reference": reference}
         ctx.elements = chunk_size * vocabulary
-        ctx.of_each = taken.hidden if taken is not None and frozen else None
+        ctx.of_each = taken.of_hidden if taken is not None and frozen else None
         ctx.taken = None if taken is None or frozen else (derivatives, taken.rounded())
         ctx.save_for_backward(hidden, weight, bias, tokens, chosen, *sums)
         return chosen, sums.entropies, sums.kl

@@ -183,10 +183,10 @@ class HeadGradients:
         needs: tuple[bool, bool, bool],
         elements: int,
     ) -> None:
-        self.given, self.weight = hidden, weight
+        self.inputs, self.weight = hidden, weight
         wide = torch.promote_types(weight.dtype, torch.float32)
         self.tile = len(weight) if wide == weight.dtype else max(1, elements // hidden.shape[1])
-        self.hidden = torch.zeros_like(hidden) if needs[0] else None
+        self.of_hidden = torch.zeros_like(hidden) if needs[0] else None
         self.of_weight = torch.zeros_like(weight, dtype=wide) if needs[1] else None
         self.of_bias = torch.zeros_like(bias, dtype=wide) if needs[2] and bias is not None else None
 
@@ -195,11 +195,11 @@ class HeadGradients:
         if self.of_bias is not None:
             self.of_bias += gradient.sum(0, dtype=self.of_bias.dtype)
         gradient = logits_of.narrowed(gradient)
-        if self.hidden is not None:
-            torch.mm(gradient, self.weight, out=self.hidden[rows])
+        if self.of_hidden is not None:
+            torch.mm(gradient, self.weight, out=self.of_hidden[rows])
         if self.of_weight is not None:
             for columns in slices(len(self.weight), self.tile):
-                add_product(self.of_weight[columns], gradient[:, columns].t(), self.given[rows])
+                add_product(self.of_weight[columns], gradient[:, columns].t(), self.inputs[rows])
 
     def rounded(self) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
         """Return the gradients in the dtypes of the tensors that they belong to."""
@@ -207,4 +207,4 @@ class HeadGradients:
         of_weight, of_bias = (
             None if gradient is None else gradient.to(dtype) for gradient in (self.of_weight, self.of_bias)
         )
-        return self.hidden, of_weight, of_bias
+        return self.of_hidden, of_weight, of_bias

@@ -140,7 +140,7 @@ class _Table:
         outside: dict[str, TracedTensor] = {}
         base: str | None = None
         for name, tensor in self.adapter.transformers.items():
-            dtype = self.adapter.own[tensor.parameters[0]].dtype
+            dtype = self.adapter.specs[tensor.parameters[0]].dtype
             traced = TracedTensor.of_pieces(tensor.shape, dtype, tensor.pieces)
             match = _IN_LAYER.fullmatch(name)
             if match and match[1] == (base := match[1] if base is None else base):

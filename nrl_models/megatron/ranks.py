@@ -89,7 +89,7 @@ def from_megatron(model: Any, held: Mapping[MegatronRank, Mapping[str, torch.Ten
     adapter = model.state_dict_adapter
     state_dict = {
         name: torch.empty(spec.shape, dtype=spec.dtype)
-        for name, spec in adapter.own.items()
+        for name, spec in adapter.specs.items()
         if name not in adapter.tied
     }
     problems: list[Problem] = []
@@ -125,7 +125,7 @@ def from_megatron(model: Any, held: Mapping[MegatronRank, Mapping[str, torch.Ten
         problems = list(_not_whole(adapter, written, state_dict))
     if problems:
         raise StateDictError("the tensors of Megatron's ranks do not fit the model", problems)
-    state_dict |= {name: state_dict[source] for name, source in adapter.tied.items() if name in adapter.own}
+    state_dict |= {name: state_dict[source] for name, source in adapter.tied.items() if name in adapter.specs}
     model.load_state_dict(state_dict)
 
 

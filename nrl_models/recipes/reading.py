@@ -102,7 +102,7 @@ class _Reader:
     def __init__(self, name: str) -> None:
         self.name = name
         self.problems: list[Problem] = []
-        self.given: set[str] = set()
+        self.override_keys: set[str] = set()
         self.metrics: Sequence[str] = ()
         self.keys: set[str] = set()
 
@@ -147,9 +147,9 @@ class _Reader:
             except Exception as error:  # OmegaConf's own, and YAML's
                 self.wrong(ProblemKind.FORMAT, key, f"cannot be set: {one_line(error)}")
                 continue
-            self.given |= set(leaves_by_key(OmegaConf.to_container(override_config, resolve=False)))
+            self.override_keys |= set(leaves_by_key(OmegaConf.to_container(override_config, resolve=False)))
         tree: Any = OmegaConf.to_container(content, resolve=False)
-        for key in self.given:
+        for key in self.override_keys:
             leave_out_null(tree, key.split("."))
         for key, value in leaves_by_key(tree).items():
             if isinstance(value, str) and "${" in value:
@@ -260,7 +260,7 @@ class _Reader:
 
     def allowed(self, key: str) -> bool:
         """Return True if a key, or one nested in it, was set on the command line."""
-        return any(override_key == key or override_key.startswith(f"{key}.") for override_key in self.given)
+        return any(override_key == key or override_key.startswith(f"{key}.") for override_key in self.override_keys)
 
     def refused(self, key: str, why: str) -> None:
         advice = f"if you trust it, give it on the command line: {key}=..."
@@ -272,8 +272,8 @@ class _Reader:
             self.wrong(ProblemKind.MISSING, f"{key}._target_", f"expected one of {', '.join(slot.listed)}")
             return None
         name, arguments = node["_target_"], {name: value for name, value in node.items() if name != "_target_"}
-        if key == "data" and "data.path" in self.given and str(arguments.get("path")).endswith(".jsonl"):
-            unset = {name for name in OF_A_DATA_SET if f"data.{name}" not in self.given}  # of the recipe's own data set
+        if key == "data" and "data.path" in self.override_keys and str(arguments.get("path")).endswith(".jsonl"):
+            unset = {name for name in OF_A_DATA_SET if f"data.{name}" not in self.override_keys}
             arguments = {name: value for name, value in arguments.items() if name not in unset}
         before = len(self.problems)
         for path, _ in leaves_by_key(arguments).items():

@@ -73,14 +73,14 @@ class _Made(Sequence[Row]):
     """Rows computed from other rows on access. The first is computed immediately, to detect missing columns early."""
 
     def __init__(self, source_rows: Sequence[Row], make: Callable[[Row], Row]) -> None:
-        self.found, self.make = source_rows, make
+        self.source_rows, self.make = source_rows, make
         self[0]
 
     def __len__(self) -> int:
-        return len(self.found)
+        return len(self.source_rows)
 
     def __getitem__(self, index: Any) -> Any:
-        return self.make(self.found[index])
+        return self.make(self.source_rows[index])
 
 
 def _with_columns(path: str, columns: Mapping[str, Any], row: Row) -> Row:

@@ -27,16 +27,16 @@ class Slot:
     Args:
         listed: Names that `_target_` may have in a file.
         positional: Values that the run passes by position. The names of the parameters do not matter.
-        given: Keywords that the run passes.
+        keywords: Keywords that the run passes.
     """
 
     listed: tuple[str, ...]
     positional: tuple[str, ...] = ()
-    given: tuple[str, ...] = ()
+    keywords: tuple[str, ...] = ()
 
     def filled(self, function: Callable[..., Any]) -> set[str]:
         """Return the names of a callable's parameters that the run fills."""
-        return {*_positional_parameters(function)[: len(self.positional)], *self.given}
+        return {*_positional_parameters(function)[: len(self.positional)], *self.keywords}
 
 
 _TEXT = (
@@ -49,7 +49,7 @@ CLASSIFIER = "nrl_models.AutoModelForSequenceClassification.from_pretrained"
 """Target that loads reward models."""
 
 SLOTS: Mapping[str, Slot] = {
-    "model": Slot((*_TEXT, CLASSIFIER), positional=("path_or_id",), given=("backend",)),
+    "model": Slot((*_TEXT, CLASSIFIER), positional=("path_or_id",), keywords=("backend",)),
     "data": Slot(("nrl_models.recipes.rows.rows", "nrl_models.recipes.sums.sums")),
     "optimizer": Slot(("torch.optim.AdamW", "torch.optim.Adam", "torch.optim.SGD"), positional=("params",)),
     "reward": Slot(

@@ -52,22 +52,24 @@ class KeptLayers:
             begin += config[key]
         own_values = {int(layer): values for layer, values in (config.get("per_layer_config") or {}).items()}
         self._own_values = own_values
-        self.kept = self._choose(count)
+        self.indices = self._choose(count)
         self.own_values = {
-            new_number: own_values[layer] for new_number, layer in enumerate(self.kept) if layer in own_values
+            new_number: own_values[layer] for new_number, layer in enumerate(self.indices) if layer in own_values
         }
 
     def value(self, key: str, value: Any) -> Any:
         """Return the value of `key` for a model with only the kept layers; None for keys unrelated to layers."""
-        if not self.kept:
+        if not self.indices:
             return None
         if key in self._lists:
-            return type(value)(range(len(self.kept)) if _are_numbers(value) else [value[layer] for layer in self.kept])
+            return type(value)(
+                range(len(self.indices)) if _are_numbers(value) else [value[layer] for layer in self.indices]
+            )
         if key in self._marks:
-            marked = [new_number for new_number, layer in enumerate(self.kept) if self._marks[key][layer]]
+            marked = [new_number for new_number, layer in enumerate(self.indices) if self._marks[key][layer]]
             return type(value)(marked) if isinstance(value, (list, tuple)) else len(marked)
         if key in sizes.LAYERS and type(value) is int:
-            return len(self.kept)
+            return len(self.indices)
         return None
 
     def _choose(self, count: int | None) -> list[int]:

@@ -6,7 +6,9 @@ import importlib
 
 import pytest
 
+from nrl_models import registry
 from nrl_models.losses import Normalize, loss_named
+from nrl_models.testing.case import FamilyCase
 
 
 @pytest.mark.parametrize(
@@ -31,3 +33,10 @@ def test_renamed_loss_keyword_warns() -> None:
     with pytest.deprecated_call(match="normalise= was renamed to normalize="):
         loss = loss_named("grpo", normalise="token")
     assert loss == loss_named("grpo", normalize=Normalize.TOKEN)
+
+
+@pytest.mark.parametrize(("old", "new"), [("own", "specs"), ("kept", "mtp")])
+def test_renamed_attribute_warns(old: str, new: str) -> None:
+    adapter = FamilyCase(registry.model_class("LlamaForCausalLM")).model().state_dict_adapter
+    with pytest.deprecated_call(match=rf"\.{old} was renamed to \w+\.{new}"):
+        assert getattr(adapter, old) is getattr(adapter, new)

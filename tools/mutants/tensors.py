@@ -165,7 +165,7 @@ def _keeps_fp32(case: FamilyCase) -> bool:
 
 
 def _all_one_dtype(model: PreTrainedModel, adapter: StateDictAdapter, dtype: torch.dtype) -> dict[str, torch.dtype]:
-    return {name: dtype if spec.dtype.is_floating_point else spec.dtype for name, spec in adapter.own.items()}
+    return {name: dtype if spec.dtype.is_floating_point else spec.dtype for name, spec in adapter.specs.items()}
 
 
 def _stored_dtype(original: Callable[..., Any], dtype: Any, *rest: Any) -> Any:

@@ -65,6 +65,7 @@ class GroupRun:
     """
 
     __slots__ = (
+        "address",
         "at_calls",
         "begun",
         "group",
@@ -73,7 +74,6 @@ class GroupRun:
         "linears",
         "modes",
         "outputs",
-        "place",
         "seen",
         "thread",
         "version",
@@ -103,7 +103,7 @@ class GroupRun:
         output = self.outputs[number]
         if output is None or input is not self.input or input._version != self.version:
             return None
-        if input.data_ptr() != self.place:
+        if input.data_ptr() != self.address:
             return None
         if not self.at_calls and not _is_unchanged(self.linears[number], self.seen[number]):
             return None
@@ -129,7 +129,7 @@ class GroupRun:
 
     def remember(self, input: torch.Tensor) -> None:
         """Record the input and the current weights of the linears, from which the outputs are computed."""
-        self.input, self.version, self.place = input, input._version, input.data_ptr()
+        self.input, self.version, self.address = input, input._version, input.data_ptr()
         self.seen = [_seen(linear) for linear in self.linears]
 
 

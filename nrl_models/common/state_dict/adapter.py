@@ -29,6 +29,7 @@ from nrl_models.common.state_dict.tables import Layout, LayoutTables, require_te
 from nrl_models.common.state_dict.ties import tied_names
 from nrl_models.common.upstream_conversions import loaded_conversions
 from nrl_models.common.views.trainer_options import check_options, excluded_keys, named_tensors, require_whole_experts
+from nrl_models.deprecation import OldAttribute
 from nrl_models.errors import Problem, ProblemKind, StateDictError, UnknownArgumentError
 
 
@@ -42,15 +43,17 @@ class StateDictAdapter(LayoutTables):
         model: See `LayoutTables`.
 
     Attributes:
-        kept: MTP weights that the model keeps but does not compute with, by engines' names.
+        mtp: MTP weights that the model keeps but does not compute with, by engines' names.
         computed: Weights that torch computes from other tensors (pruning, parametrizations).
         quantized: Weights that are stored quantized, with their format.
         extra_modules: Modules that the model's class does not have, such as value heads. Not exported.
     """
 
+    kept = OldAttribute("mtp")
+
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__(model)
-        self.kept: dict[str, TensorSpec] = kept_specs(model)
+        self.mtp: dict[str, TensorSpec] = kept_specs(model)
         self._has_peft = any(peft_modules(model))
         self.computed = own_tensors.computed_weights(model)
         self.extra_modules = own_tensors.extra_modules(model)
@@ -58,7 +61,7 @@ class StateDictAdapter(LayoutTables):
         self.quantized = own_tensors.quantized_weights(model, self._stored)
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({len(self.own)} parameters, {len(self.hub)} checkpoint tensors)"
+        return f"{type(self).__name__}({len(self.specs)} parameters, {len(self.hub)} checkpoint tensors)"
 
     def __deepcopy__(self, memo: dict[int, object]) -> StateDictAdapter:
         return self  # immutable
@@ -66,7 +69,7 @@ class StateDictAdapter(LayoutTables):
     def keeping(self, model: nn.Module) -> StateDictAdapter:
         """Return a copy of the adapter with the tensors that `model` currently keeps."""
         adapter = copy.copy(self)
-        adapter.kept = kept_specs(model)
+        adapter.mtp = kept_specs(model)
         return adapter
 
     # Complete state dicts
@@ -100,7 +103,7 @@ class StateDictAdapter(LayoutTables):
         matched = match(
             {key: TensorSpec(tuple(tensor.shape), tensor.dtype) for key, tensor in state_dict.items()},
             self.table_for(state_dict).get,
-            self.own,
+            self.specs,
             self.absent,
             self.tied,
             may_miss=lambda name: not strict,
@@ -110,7 +113,7 @@ class StateDictAdapter(LayoutTables):
             raise StateDictError("state dict does not fit the model", matched.problems)
         result = {
             name: own_tensors.assemble(name, spec.shape, matched.sources[name], state_dict)
-            for name, spec in self.own.items()
+            for name, spec in self.specs.items()
             if name in matched.sources
         }
         return result | {name: result[tied_name] for name, tied_name in matched.copies.items()}
@@ -145,7 +148,9 @@ class StateDictAdapter(LayoutTables):
         require_tensors(state_dict)
         excluded = excluded_keys(exclude_key_regex)
         named = {own_name(name): tensor for name, tensor in state_dict.items()}
-        model_tensors = {name: tensor for name, tensor in named.items() if name in self.own or not excluded.match(name)}
+        model_tensors = {
+            name: tensor for name, tensor in named.items() if name in self.specs or not excluded.match(name)
+        }
         self.check_own(model_tensors)
         table = {name: tensor for name, tensor in self.layout(layout).items() if not excluded.match(name)}
         return own_tensors.read_all(table, model_tensors)
@@ -179,7 +184,7 @@ class StateDictAdapter(LayoutTables):
         """
         check_options(quantization, options)
         excluded, fqn = excluded_keys(exclude_key_regex), own_name(fqn)
-        if fqn not in self.own and excluded.match(fqn):
+        if fqn not in self.specs and excluded.match(fqn):
             return []
         self.check_own({fqn: tensor})
         inside = [hf_tensor for hf_tensor in self.tensors_in(fqn, layout) if not excluded.match(hf_tensor.name)]
@@ -249,7 +254,7 @@ class StateDictAdapter(LayoutTables):
         own_tensors.require_stored(self.computed)
         own_tensors.require_unquantized(self.quantized)
         exported = own_tensors.for_engines(self.exported(layout), self.extra_modules)
-        plan = [(name, tensor.shape, self.own[tensor.parameters[0]].dtype) for name, tensor in exported.items()]
+        plan = [(name, tensor.shape, self.specs[tensor.parameters[0]].dtype) for name, tensor in exported.items()]
         return plan + [(name, spec.shape, spec.dtype) for name, spec in self._kept_in(layout).items()]
 
     def iter_export(
@@ -284,8 +289,6 @@ class StateDictAdapter(LayoutTables):
         own_tensors.require_no_peft(self._has_peft or any(peft_modules(model)))
         yield from self._export(model, max_bytes, layout)
 
-    # Inside
-
     def _views(self, model: nn.Module, layout: Layout) -> dict[str, torch.Tensor]:
         """Implement `hf_views`."""
         inner = own_tensors.model_inside(model)
@@ -302,7 +305,7 @@ class StateDictAdapter(LayoutTables):
         if max_bytes is not None and type(max_bytes) is not int:
             raise UnknownArgumentError(f"max_bytes={max_bytes!r}: expected a whole number of bytes, or None")
         inner = own_tensors.model_inside(model)
-        still_kept = kept_as(inner, self.kept)
+        still_kept = kept_as(inner, self.mtp)
         kept_tensors = {name: still_kept[name] for name in self._kept_in(layout)}
         exported = own_tensors.for_engines(self.retied(inner).exported(layout), self.extra_modules)
         if (sharding := getattr(inner, "sharding", None)) is not None:
@@ -311,9 +314,8 @@ class StateDictAdapter(LayoutTables):
             model_tensors = self.own_tensors(model)
             own_tensors.require_values(inner, model_tensors)
             values = self._values(inner, model_tensors)
-            is_temporary = values is not model_tensors or any(
-                isinstance(tensor, DTensor) for tensor in model_tensors.values()
-            )
+            is_sharded = any(isinstance(tensor, DTensor) for tensor in model_tensors.values())
+            is_temporary = is_sharded or values is not model_tensors
             values = own_tensors.Gathered(values) if is_temporary else model_tensors
             yield from exported_values(inner, exported, model_tensors, values, max_bytes, one_at_a_time=is_temporary)
         device = next((parameter.device for parameter in model.parameters()), None)
@@ -321,14 +323,14 @@ class StateDictAdapter(LayoutTables):
             yield name, tensor.read().to(device, copy=max_bytes is not None)
 
     def _kept_in(self, layout: Layout) -> dict[str, TensorSpec]:
-        return self.kept if self.layout(layout) is self.hub else {}
+        return self.mtp if self.layout(layout) is self.hub else {}
 
     def _values(self, model: nn.Module, model_tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
         """Return the tensors to export: the model's own."""
         return model_tensors
 
 
-_kept: WeakKeyDictionary[nn.Module, tuple[StateDictAdapter, Any]] = WeakKeyDictionary()
+_adapters: WeakKeyDictionary[nn.Module, tuple[StateDictAdapter, Any]] = WeakKeyDictionary()
 
 
 def adapter_of(model: PreTrainedModel) -> StateDictAdapter:
@@ -336,12 +338,12 @@ def adapter_of(model: PreTrainedModel) -> StateDictAdapter:
     if is_flattened(model):
         return StateDictAdapter(own_tensors.as_built(model))
     conversions = loaded_conversions(model)
-    if model in _kept:
-        adapter, made_with = _kept[model]
-        is_same = layouts.has_own_tensors(model, adapter.own) and adapter.tied == tied_names(model)
-        is_same = is_same and adapter.kept == kept_specs(model) and adapter._has_peft == any(peft_modules(model))
+    if model in _adapters:
+        adapter, made_with = _adapters[model]
+        is_same = layouts.has_own_tensors(model, adapter.specs) and adapter.tied == tied_names(model)
+        is_same = is_same and adapter.mtp == kept_specs(model) and adapter._has_peft == any(peft_modules(model))
         is_same = is_same and adapter._stored == own_tensors.stored_formats(model)
         if is_same and made_with is conversions:
             return adapter
-    _kept[model] = StateDictAdapter(model), conversions
-    return _kept[model][0]
+    _adapters[model] = StateDictAdapter(model), conversions
+    return _adapters[model][0]

@@ -67,11 +67,11 @@ def require_wide_weights(
     narrow = {
         name: tensor.dtype
         for name, tensor in tensors.items()
-        if not is_wide_float(tensor.dtype) and (is_wide_float(adapter.own[name].dtype) or name in adapter.quantized)
+        if not is_wide_float(tensor.dtype) and (is_wide_float(adapter.specs[name].dtype) or name in adapter.quantized)
     }
     if narrow:
         packed, names = stored_formats(model).packed, as_built(model).state_dict().keys()
-        has_scales = {name.rpartition(".")[0] for name in adapter.own.keys() - names}
+        has_scales = {name.rpartition(".")[0] for name in adapter.specs.keys() - names}
         narrow = {
             name: dtype
             for name, dtype in narrow.items()
@@ -128,7 +128,7 @@ def check_shapes(model: PreTrainedModel, adapter: StateDictAdapter) -> None:
     if getattr(model, "stages", None) is not None or is_flattened(model):
         return
     problems = _mtp_problems(model)
-    state = model.config.to_json_string(use_diff=False), adapter.own
+    state = model.config.to_json_string(use_diff=False), adapter.specs
     if _consistent.get(model) != state:
         problems = _differences(model, adapter) + problems
     if problems:
@@ -156,17 +156,17 @@ def _differences(model: PreTrainedModel, adapter: StateDictAdapter) -> list[Prob
     problems = [Problem(ProblemKind.UNEXPECTED, name, COMPUTED) for name in adapter.computed]
     problems += [
         Problem(ProblemKind.MISSING, name, "is not in the model, its configuration has it")
-        for name in sorted(written - adapter.own.keys() - set(adapter.computed))
+        for name in sorted(written - adapter.specs.keys() - set(adapter.computed))
         if name.rpartition(".")[0] not in quantized
     ]
     problems += [
         Problem(ProblemKind.UNEXPECTED, name, "is in a layer that the configuration does not have")
-        for name in adapter.own
+        for name in adapter.specs
         if name not in shapes and any(first in shapes for first in _in_first_layer(name))
     ]
     return problems + [
         Problem(ProblemKind.SHAPE, name, f"has {tuple(spec.shape)}, its configuration gives {tuple(shape)}")
-        for name, spec in adapter.own.items()
+        for name, spec in adapter.specs.items()
         if name in shapes
         and name not in packed
         and (shape := shapes[name].shape) != spec.shape

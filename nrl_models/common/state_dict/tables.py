@@ -22,6 +22,7 @@ from nrl_models.common.state_dict.ties import tied_names
 from nrl_models.common.upstream_conversions import Renaming
 from nrl_models.common.value_checks import require_names
 from nrl_models.common.views.view import HFTensor, Piece
+from nrl_models.deprecation import OldAttribute
 from nrl_models.errors import Problem, ProblemKind, StateDictError
 
 
@@ -51,24 +52,26 @@ class LayoutTables:
 
     Attributes:
         config: The model's configuration.
-        own: The model's own tensors by name.
+        specs: Shape and dtype of each of the model's own tensors, by name.
         hub: The hub's tensors by name, in the order in which transformers saves them.
         transformers: transformers' tensors in memory by name, in the order of its `state_dict()`.
         tied: For each own tensor that was tied when the tables were created, the name of the one that is saved. Use
             `retied` to update it.
     """
 
+    own = OldAttribute("specs")
+
     @no_collections()
     def __init__(self, model: PreTrainedModel) -> None:
         model = without_wrappers(model)
-        self.own: dict[str, TensorSpec] = layouts.own_tensors(model)
+        self.specs: dict[str, TensorSpec] = layouts.own_tensors(model)
         self.tied: dict[str, str] = tied_names(model)
         self.transformers: dict[str, HFTensor] = {
-            name: HFTensor(name, view.place_in(self.own[view.parameter].shape).shape, (Piece(view),))
+            name: HFTensor(name, view.place_in(self.specs[view.parameter].shape).shape, (Piece(view),))
             for name, view in layouts.transformers_views(model)
         }
         conversions = layouts.hub_conversions(model)
-        saved = layouts.convert_layout(model, self.transformers, self.own, conversions)
+        saved = layouts.convert_layout(model, self.transformers, self.specs, conversions)
         self.hub: dict[str, HFTensor] = layouts.loaded_names(model).exported(saved)
         self._conversions, self._prefix = conversions or (), layouts.base_prefix(model)
         self.config = model.config
@@ -94,11 +97,11 @@ class LayoutTables:
 
     def with_dtypes(self, dtypes: Mapping[str, torch.dtype]) -> Self:
         """Return the same tables with other dtypes of own tensors, all or some."""
-        specs = {name: TensorSpec(spec.shape, dtypes.get(name, spec.dtype)) for name, spec in self.own.items()}
-        if specs == self.own:
+        specs = {name: TensorSpec(spec.shape, dtypes.get(name, spec.dtype)) for name, spec in self.specs.items()}
+        if specs == self.specs:
             return self
         changed = copy.copy(self)
-        changed.own = specs
+        changed.specs = specs
         return changed
 
     def tensors_in(self, name: str, layout: Layout) -> list[HFTensor]:
@@ -107,7 +110,7 @@ class LayoutTables:
         Raises:
             KeyError: If `name` is not a tensor of the model.
         """
-        if name not in self.own:
+        if name not in self.specs:
             raise KeyError(f"{name} is not a tensor of this model")
         table = self.layout(layout)
         if not isinstance(layout, str):
@@ -171,7 +174,7 @@ class LayoutTables:
             StateDictError: If the model does not match this adapter.
         """
         tensors = own_state_dict(model)
-        gone = [name for name in self.own if name not in tensors]
+        gone = [name for name in self.specs if name not in tensors]
         problems = [Problem(ProblemKind.MISSING, name, "is no longer in the model") for name in gone]
         if problems := problems + self.other_shapes(tensors):
             advice = ["use model.state_dict_adapter again: it is remade when the structure has changed"]
@@ -191,7 +194,7 @@ class LayoutTables:
             StateDictError: If names are not the model's, values are not tensors, or shapes are not the parameters'.
         """
         require_tensors(state_dict)
-        unknown = [name for name in state_dict if name not in self.own]
+        unknown = [name for name in state_dict if name not in self.specs]
         problems = [Problem(ProblemKind.UNEXPECTED, name, "is not a tensor of this model") for name in unknown]
         if unknown and all(name in self.hub for name in unknown):
             advice = ('these are names of the Hub checkpoint: use iter_export(model, layout="transformers")', *advice)
@@ -205,14 +208,14 @@ class LayoutTables:
     def is_zero_copy(self, tensor: HFTensor) -> bool:
         """Return True if a tensor is a view of a single parameter."""
         view = tensor.view
-        return view is not None and view.place_in(self.own[view.parameter].shape).strides is not None
+        return view is not None and view.place_in(self.specs[view.parameter].shape).strides is not None
 
     def other_shapes(self, tensors: Mapping[str, torch.Tensor | TensorSpec]) -> list[Problem]:
         """Return a problem for each of the model's own tensors with a wrong shape."""
         return [
-            Problem(ProblemKind.SHAPE, name, f"has shape {tuple(tensor.shape)}, expected {self.own[name].shape}")
+            Problem(ProblemKind.SHAPE, name, f"has shape {tuple(tensor.shape)}, expected {self.specs[name].shape}")
             for name, tensor in tensors.items()
-            if name in self.own and tensor.shape != self.own[name].shape
+            if name in self.specs and tensor.shape != self.specs[name].shape
         ]
 
 

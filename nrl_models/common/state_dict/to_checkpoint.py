@@ -177,7 +177,7 @@ def checkpoint_layout(
         table = adapter.hub
     else:
         in_memory = {name: tensor for name, tensor in adapter.transformers.items() if name not in adapter.tied}
-        converted = convert_layout(model, in_memory, adapter.own, loaded_with)
+        converted = convert_layout(model, in_memory, adapter.specs, loaded_with)
         _require_all(in_memory, converted)
         table = loaded_names(model).saved(converted)
     return {name: tensor for name, tensor in table.items() if not left_out.intersection(tensor.parameters)}

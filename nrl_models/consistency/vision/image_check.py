@@ -109,7 +109,7 @@ class _Scored:
         tokens: Token ids of the text, with placeholders.
         sample: The engine's sample.
         ids: Token ids of the trainer's prompt.
-        own: Image inputs of the trainer.
+        model_inputs: Image inputs of the trainer.
         trainer: Log-probabilities of the completion from the trainer; None if the prompts differ.
         prefill: Log-probabilities of the completion from the engine's prefill.
     """
@@ -118,7 +118,7 @@ class _Scored:
     tokens: Sequence[int]
     sample: Sample
     ids: tuple[int, ...]
-    own: dict[str, torch.Tensor]
+    model_inputs: dict[str, torch.Tensor]
     trainer: torch.Tensor | None
     prefill: torch.Tensor
 
@@ -221,7 +221,7 @@ def _noise(trainer: HFEngine, scored: Sequence[_Scored], sampling: Sampling) -> 
     with rounded_otherwise(trainer.model):
         return worst_of(
             token_mult_prob_error(
-                one.trainer, _trainer_scores(trainer, one.ids, one.sample, one.own, sampling, full_logits=True)
+                one.trainer, _trainer_scores(trainer, one.ids, one.sample, one.model_inputs, sampling, full_logits=True)
             )
             for one in scored
             if one.trainer is not None
@@ -287,9 +287,9 @@ def _fault(engine: VLLMEngine, trainer: HFEngine, scored: _Scored, sampling: Sam
     """Find the first difference of both sides, given equal token ids."""
     theirs, ids = engine.image_calls(scored.tokens, scored.prompt.images), scored.ids
     tolerance = max(TOLERANCE, ROUNDINGS * torch.finfo(trainer.model.dtype).eps)
-    if processed_differs(theirs, scored.own, tolerance):
+    if processed_differs(theirs, scored.model_inputs, tolerance):
         return ImageFault.PROCESSOR
-    ours = _text_call(trainer.model, ids, scored.own)
+    ours = _text_call(trainer.model, ids, scored.model_inputs)
     here, there = ours.get("position_ids"), theirs.positions
     if here is not None and there is not None and positions_differ(here, there, len(ids)):
         return ImageFault.POSITIONS
@@ -316,7 +316,7 @@ def _agrees_causally(trainer: HFEngine, scored: _Scored, sampling: Sampling, bou
         return args, kwargs | {"attention_mask": None}
 
     with text.register_forward_pre_hook(without_mask, with_kwargs=True):
-        scores = _trainer_scores(trainer, scored.ids, scored.sample, scored.own, sampling)
+        scores = _trainer_scores(trainer, scored.ids, scored.sample, scored.model_inputs, sampling)
     return worst_of(scored.errors_of(scores)) <= bound
 
 

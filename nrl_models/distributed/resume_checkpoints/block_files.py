@@ -35,17 +35,17 @@ class Held:
     Args:
         name: Name of the tensor in files.
         tensor: Views of the model's tensors that form this tensor.
-        own: The model's tensors by name.
+        model_tensors: The model's tensors by name.
     """
 
     name: str
     tensor: HFTensor
-    own: Mapping[str, torch.Tensor]
+    model_tensors: Mapping[str, torch.Tensor]
 
     @property
     def blocks(self) -> list[Block]:
-        """The blocks, over the memory of the own tensors."""
-        return blocks_of(self.tensor, self.own)
+        """The blocks, over the memory of the model's tensors."""
+        return blocks_of(self.tensor, self.model_tensors)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +112,7 @@ def blocks_to_write(tensors: Iterable[Held], mesh: DeviceMesh) -> Iterator[tuple
     If several ranks hold the same blocks, one of them writes. Such ranks take turns, one tensor each.
     """
     for number, held in enumerate(tensors):
-        divided = divided_over(held.tensor, held.own, mesh)
+        divided = divided_over(held.tensor, held.model_tensors, mesh)
         if all(dim in divided or number % mesh.size(dim) == mesh.get_local_rank(dim) for dim in range(mesh.ndim)):
             for block in held.blocks:
                 yield held.name, block

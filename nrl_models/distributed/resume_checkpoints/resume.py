@@ -123,14 +123,14 @@ def save_checkpoint(
         finish_last(raising=True)
         local_state, adapter = sharding.written(model), sharding.adapter_of(model)
         require_in_memory(local_state)
-        require_real(model, adapter.own, "saved")
+        require_real(model, adapter.specs, "saved")
         parts = {
             StatePart.WEIGHTS: [Held(name, tensor, local_state) for name, tensor in adapter.exported("hub").items()]
         }
         if optimizer is not None:
             own_facts = facts_of(model, optimizer)
             parts[StatePart.OPTIMIZER] = [
-                held for held in held_states(model, optimizer) if held.own.keys() <= local_state.keys()
+                held for held in held_states(model, optimizer) if held.model_tensors.keys() <= local_state.keys()
             ]
     if optimizer is not None:
         facts = of_all_stages(own_facts, mesh)
@@ -221,7 +221,7 @@ def load_checkpoint(
     with agreed(mesh, action) as facts:
         sharding.require_same_tensors(model)
         adapter = sharding.adapter_of(model)
-        facts |= {"manifest": manifest.rendered(), "adapter": list(adapter.own)}
+        facts |= {"manifest": manifest.rendered(), "adapter": list(adapter.specs)}
         problems: list[Problem] = []
         stored = stored_tensors(version, manifest.files_of(StatePart.WEIGHTS), problems)
         # transformers reads several names for some tensors, and the saved model may have used other ones.
@@ -300,7 +300,7 @@ def _misfits(stored: Mapping[str, BlockedTensor], adapter: StateDictAdapter) -> 
     problems = match(
         {name: TensorSpec(tensor.shape, tensor.dtype) for name, tensor in stored.items()},
         adapter.hub.get,
-        adapter.own,
+        adapter.specs,
         adapter.absent,
         adapter.tied,
         why_unexpected=lambda name: "is not a tensor of this model",

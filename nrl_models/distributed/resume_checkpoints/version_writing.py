@@ -26,13 +26,13 @@ class VersionContents:
 
     Args:
         blocks: This rank's blocks of each part, with their tensors' names. They are read once, when they are written.
-        place: Index of this rank in the mesh, for file names.
+        rank: Index of this rank in the mesh, for file names.
         config: The model's configuration.
         manifest: The manifest without files.
     """
 
     blocks: Mapping[StatePart, Iterable[tuple[str, Block]]]
-    place: int
+    rank: int
     config: PreTrainedConfig
     manifest: Manifest
 
@@ -61,7 +61,7 @@ def write_version(folder: Path, contents: VersionContents, ranks: Ranks) -> Path
         def write_own() -> None:
             with reporting_disk(folder):
                 for part, blocks in contents.blocks.items():
-                    files.update(write_blocks(Path(path), f"{part}-{contents.place:05d}", blocks))
+                    files.update(write_blocks(Path(path), f"{part}-{contents.rank:05d}", blocks))
 
         attempt(write_own)
         for others in gather_over(ranks, files):

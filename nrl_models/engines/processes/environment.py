@@ -46,17 +46,17 @@ class EnvironmentEngine(WorkerEngine):
 
     def __init__(self, python: Path, keywords: dict[str, Any]) -> None:
         self.python, self.path = python, keywords["model"]
-        self.who = f"vLLM of {python}"
+        self.engine_name = f"vLLM of {python}"
         environment = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
         for name, value in (("VLLM_CPU_OMP_THREADS_BIND", "nobind"), ("OMP_WAIT_POLICY", "PASSIVE")):
             environment.setdefault(name, value)
         environment.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
         # -I: do not import modules from PYTHONPATH or this directory.
-        worker = WorkerProcess([str(python), "-I", str(WORKER)], self.who, environment)
+        worker = WorkerProcess([str(python), "-I", str(WORKER)], self.engine_name, environment)
         try:
             # Not as an argument, because all users of the machine can read it: options may have a token of the hub.
             described = worker.ask(keywords)
-            check = Checked(self.who)
+            check = Checked(self.engine_name)
             for name in ("vllm", "logprobs_mode"):
                 check.text(described.get(name), name)
             max_length = check.whole(described.get("max_model_len"), "max_model_len", 1)

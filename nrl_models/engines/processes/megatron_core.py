@@ -13,6 +13,6 @@ class MegatronEngine(WorkerEngine):
     """A running Megatron-Core, of one rank."""
 
     name = "megatron"
-    who = "Megatron-Core"
+    engine_name = "Megatron-Core"
     module = "nrl_models.engines.processes.megatron_worker"
     distribution = "megatron-core"

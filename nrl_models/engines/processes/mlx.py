@@ -13,7 +13,7 @@ class MLXEngine(WorkerEngine):
     """A running MLX; loads a checkpoint as mlx-lm does."""
 
     name = "mlx"
-    who = "MLX"
+    engine_name = "MLX"
     module = "nrl_models.engines.processes.mlx_worker"
     distribution = "mlx-lm"
     hint = " (where there is no Apple GPU, also 'mlx[cpu]')"

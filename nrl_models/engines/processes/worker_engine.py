@@ -39,14 +39,14 @@ class WorkerEngine(Engine):
 
     Attributes:
         module: Module that the process runs.
-        who: Name of the engine in errors.
+        engine_name: Name of the engine in errors.
         distribution: Package that has to be installed. The extra has the engine's name.
         hint: Further installation advice for the error message.
     """
 
     bucket_bytes = BUCKET_BYTES
     module: ClassVar[str]
-    who: str
+    engine_name: str
     distribution: ClassVar[str]
     hint: ClassVar[str] = ""
 
@@ -54,11 +54,11 @@ class WorkerEngine(Engine):
         self, worker: WorkerProcess, described: dict[str, Any], max_length: int | None, ends: Sequence[int] = ()
     ) -> None:
         self.worker, self.max_length, self.ends = worker, max_length, list(ends)
-        check = Checked(self.who)
+        check = Checked(self.engine_name)
         self.vocabulary = check.whole(described.get("vocabulary"), "vocabulary", 1)
         self.dtype = getattr(torch, check.text(described.get("dtype"), "dtype"), None)
         self.described = described
-        self._checked = Checked(self.who, self.vocabulary)
+        self._checked = Checked(self.engine_name, self.vocabulary)
 
     @classmethod
     def start(
@@ -86,7 +86,7 @@ class WorkerEngine(Engine):
         cls.require_installed()
         folder = resolve_folder(path)
         config = read_config(folder)
-        worker = WorkerProcess([sys.executable, "-m", cls.module], cls.who, os.environ)
+        worker = WorkerProcess([sys.executable, "-m", cls.module], cls.engine_name, os.environ)
         try:
             described = worker.ask(
                 {

@@ -37,7 +37,7 @@ class WorkerProcess:
     """
 
     def __init__(self, command: Sequence[str], engine_name: str, environment: Mapping[str, str]) -> None:
-        self.who = engine_name
+        self.engine_name = engine_name
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - open as long as the process
         try:
             self.process = subprocess.Popen(
@@ -72,7 +72,7 @@ class WorkerProcess:
         self._number += 1
         number = self._number
         self._requests.put(json.dumps({"id": number, **request}) + "\n")
-        checked = Checked(self.who)
+        checked = Checked(self.engine_name)
         while True:
             line = self._answers.get()
             if not line:
@@ -85,7 +85,7 @@ class WorkerProcess:
             if checked.whole(answer.pop("id", None), "id", 1, number + 1) == number:
                 break
         if "error" in answer:
-            raise EngineError(f"{self.who} failed: {' '.join(str(answer['error']).split())}")
+            raise EngineError(f"{self.engine_name} failed: {' '.join(str(answer['error']).split())}")
         return answer
 
     def close(self) -> None:
@@ -104,7 +104,7 @@ class WorkerProcess:
         self.process.wait()
         self._errors.seek(0)
         *before, last = self._errors.read().decode(errors="replace").strip().splitlines()[-LAST_LINES:] or ["nothing"]
-        said = f"{self.who} died (exit status {self.process.returncode}). Its last output: {last}"
+        said = f"{self.engine_name} died (exit status {self.process.returncode}). Its last output: {last}"
         return EngineError(said, *(f"  {line}" for line in before))
 
 

@@ -31,7 +31,7 @@ class CheckpointNames:
         key_mapping: Renamings to apply before those of transformers.
 
     Attributes:
-        found: Tensor of each key, or None.
+        targets: Tensor of each key, or None.
         renamed: Name of each key after transformers' renamings.
         loaded: Keys for which transformers would save other names, except names in memory, older names, and names
             without the base model's prefix. With `key_mapping`, all keys.
@@ -59,15 +59,15 @@ class CheckpointNames:
         self._table: dict[str, HFTensor] = adapter.transformers | hub
         # `get_model_conversion_mapping` puts the renamings of `key_mapping` first.
         mapped = renamed_keys(keys, self._conversions[: len(key_mapping)], Renaming()) if key_mapping else {}
-        self.found = {key: self._resolve(mapped.get(key, key), name) for key, name in renamed.items()}
+        self.targets = {key: self._resolve(mapped.get(key, key), name) for key, name in renamed.items()}
         self.renamed = renamed
-        pieces = {key: tensor.pieces for key, tensor in self.found.items() if tensor is not None}
+        pieces = {key: tensor.pieces for key, tensor in self.targets.items() if tensor is not None}
         recorded = pieces if key_mapping else self._published(model, adapter, renamed)
         self.loaded = LoadedNames({pieces[key]: key for key in recorded}, in_exports=not key_mapping)
 
     def parameters(self, key: str) -> tuple[str, ...]:
         """Return the model's own tensors that a key fills completely or partly; empty if it is unknown."""
-        tensor = self.found[key]
+        tensor = self.targets[key]
         return () if tensor is None else tuple(tensor.parameters)
 
     def used_conversions(self) -> list[Any]:
@@ -77,7 +77,7 @@ class CheckpointNames:
     def _published(self, model: PreTrainedModel, adapter: StateDictAdapter, renamed: Mapping[str, str]) -> list[str]:
         saved = {
             key: tensor.name
-            for key, tensor in self.found.items()
+            for key, tensor in self.targets.items()
             if tensor is not None and key != tensor.name and key not in adapter.transformers
         }
         conversions = get_model_conversion_mapping(model, add_legacy=False)

@@ -108,7 +108,7 @@ def _convert_complete(adapter: StateDictAdapter, state_dict: dict[str, Any], pre
         StateDictError: As `accept_hub_names`, and if tensors are incomplete.
     """
     inside = {key: key.removeprefix(prefix) for key in state_dict if key.startswith(prefix)}
-    converted = {key: name for key, name in inside.items() if name not in adapter.own and adapter.find(name)}
+    converted = {key: name for key, name in inside.items() if name not in adapter.specs and adapter.find(name)}
     loaded = adapter.from_hf({name: state_dict[key] for key, name in converted.items()}, strict=False)
     twice = [name for name in loaded if f"{prefix}{name}" in state_dict]
     if problems := [Problem(ProblemKind.DUPLICATED, name, "is there in two layouts") for name in twice]:
@@ -140,7 +140,7 @@ def _convert_adapted(
         own_names |= {name: name for name in stored_names.keys() - own_names.values()}
     plain = without_wrappers(model, peft=True)
     adapter = StateDictAdapter(plain)
-    targets = CheckpointNames(plain, adapter, tensors).found
+    targets = CheckpointNames(plain, adapter, tensors).targets
     parameter_names = {name: tensor.parameters for name, tensor in targets.items() if tensor is not None}
     names = {name for name, parameters in parameter_names.items() if own_names.keys() >= set(parameters)}
     tensors = {name: tensors[name] for name in names - set(stored_names.values())}
@@ -257,13 +257,13 @@ def _as_own_tensors(
         problems: Problems of other tensors, which are raised together with those of `tensors`.
         sharding: Sharding state of the model, if `adapter` is its adapter.
     """
-    find = CheckpointNames(model, adapter, tensors).found
-    if not problems and all(find[key] is None for key in tensors if key not in adapter.own):
+    find = CheckpointNames(model, adapter, tensors).targets
+    if not problems and all(find[key] is None for key in tensors if key not in adapter.specs):
         return dict(tensors)
     matches = match(
         {key: TensorSpec(tuple(tensor.shape), tensor.dtype) for key, tensor in tensors.items()},
         find.get,
-        adapter.own,
+        adapter.specs,
         adapter.absent,
         adapter.tied,
         may_miss=lambda name: True,
@@ -288,7 +288,7 @@ def _as_own_tensors(
             for key, target in sources:
                 target.write_into(name, result[name], tensors[key])
         else:
-            result[name] = assemble(name, adapter.own[name].shape, sources, tensors)
+            result[name] = assemble(name, adapter.specs[name].shape, sources, tensors)
             if sharding is not None:
                 # Sharded tensors may be ordered by rank. The state dict has transformers' order.
                 result |= adapter.to_hf({name: result[name]}, layout="transformers")

@@ -122,7 +122,7 @@ def tower_keys(
         text = tuple(f"{name}." for name, part in parts if name and isinstance(part.config, kind))
         if not text:
             continue
-        targets = CheckpointNames(composite_model, StateDictAdapter(composite_model), unknown, key_mapping).found
+        targets = CheckpointNames(composite_model, StateDictAdapter(composite_model), unknown, key_mapping).targets
         return {
             key
             for key, tensor in targets.items()

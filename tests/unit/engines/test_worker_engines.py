@@ -234,6 +234,6 @@ def test_dummy_weights_depend_on_seed_only(checkpoint: Path, prompts: list[list[
             assert isinstance(engine, WorkerEngine)
             scores.append(engine.score(prompts, Sampling()))
             engine.worker.process.kill()
-            with pytest.raises(EngineError, match=f"{engine.who} died"):
+            with pytest.raises(EngineError, match=f"{engine.engine_name} died"):
                 engine.score(prompts, Sampling())
     assert scores[0] == scores[1] != loaded_scores

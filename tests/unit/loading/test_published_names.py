@@ -37,7 +37,7 @@ def alternative_names(model: FamilyModel) -> dict[str, str]:
     found: dict[str, str] = {}
     for renaming in (conversion for conversion in conversions if isinstance(conversion, WeightRenaming)):
         others = [conversion for conversion in conversions if conversion is not renaming]
-        for name, tensor in convert_layout(model, adapter.transformers, adapter.own, others).items():
+        for name, tensor in convert_layout(model, adapter.transformers, adapter.specs, others).items():
             if tensor.pieces in saved and name not in adapter.hub | adapter.transformers:
                 found.setdefault(saved[tensor.pieces], name)
     read = renamed_keys({*found, *found.values()}, conversions, Renaming())

@@ -174,7 +174,7 @@ def test_meta_model_has_same_tables_in_same_order(name: str) -> None:
     config = CONFIGS[name]()
     real, on_meta = StateDictAdapter(auto_class_of(config).from_config(config)), adapter_for(config)
     assert_same_adapter(on_meta, real)
-    for table in ("own", *LAYOUTS):
+    for table in ("specs", *LAYOUTS):
         assert list(getattr(on_meta, table)) == list(getattr(real, table))
 
 
@@ -192,7 +192,7 @@ def assert_same_adapter(some: StateDictAdapter, other: StateDictAdapter) -> None
 
 
 def test_own_tensors_match_transformers(adapter: StateDictAdapter, tensors: Tensors) -> None:
-    assert list(adapter.own) == list(adapter.transformers) == list(tensors)
+    assert list(adapter.specs) == list(adapter.transformers) == list(tensors)
     assert all(adapter.from_hf(tensors)[name] is tensor for name, tensor in tensors.items())
 
 
@@ -223,7 +223,7 @@ def test_adapter_copy_and_pickle(adapter: StateDictAdapter, model: PreTrainedMod
 
 def test_adapter_is_rebuilt_after_dtype_change(llama_config: LlamaConfig) -> None:
     model = AutoModelForCausalLM.from_config(llama_config)
-    assert model.to(torch.bfloat16).state_dict_adapter.own[PARTS[0]].dtype == torch.bfloat16
+    assert model.to(torch.bfloat16).state_dict_adapter.specs[PARTS[0]].dtype == torch.bfloat16
 
 
 def test_unknown_layout_raises(adapter: StateDictAdapter, model: PreTrainedModel) -> None:
@@ -248,7 +248,7 @@ def test_to_hf_and_from_hf_round_trip(name: str, layout: Any) -> None:
     config = CONFIGS[name]()
     torch.manual_seed(0)
     adapter = adapter_for(config)
-    own = {key: torch.randn(spec.shape) for key, spec in adapter.own.items()}
+    own = {key: torch.randn(spec.shape) for key, spec in adapter.specs.items()}
     own |= {tied: own[kept] for tied, kept in adapter.tied.items()}
     converted = adapter.to_hf(own, layout=layout)
     assert list(converted) == list(adapter.layout(layout))
@@ -332,7 +332,7 @@ def test_experts_with_mixed_dtypes_use_widest_dtype(moe: PreTrainedModel) -> Non
 def test_meta_tensors(adapter: StateDictAdapter, tensors: Tensors) -> None:
     own = adapter.from_hf({name: tensor.to("meta") for name, tensor in tensors.items()})
     assert {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in own.items()} == {
-        name: (spec.shape, spec.dtype) for name, spec in adapter.own.items()
+        name: (spec.shape, spec.dtype) for name, spec in adapter.specs.items()
     }
     assert all(tensor.is_meta for tensor in adapter.to_hf(own).values())
 
@@ -485,7 +485,7 @@ def test_convert_single_tensor_splits_experts(moe: PreTrainedModel) -> None:
 @pytest.mark.parametrize("name", CONFIGS)
 def test_convert_single_tensor_matches_to_hf(name: str, layout: Any) -> None:
     adapter = adapter_for(CONFIGS[name]())
-    own = {key: torch.randn(spec.shape) for key, spec in adapter.own.items()}
+    own = {key: torch.randn(spec.shape) for key, spec in adapter.specs.items()}
     one_by_one = [pair for key in own for pair in adapter.convert_single_tensor_to_hf(key, own[key], layout=layout)]
     assert len(dict(one_by_one)) == len(one_by_one)
     assert_same(dict(one_by_one), adapter.to_hf(own, layout=layout))
@@ -548,7 +548,7 @@ def test_conversion_with_arithmetic_raises() -> None:
     adapter = model.state_dict_adapter
     conversions = [WeightConverter("self_attn.out.weight", "self_attn.o_proj.weight", operations=[Double()])]
     with pytest.raises(NotAViewError, match="`mul` is not a view operation"):
-        convert_layout(model, adapter.transformers, adapter.own, conversions)
+        convert_layout(model, adapter.transformers, adapter.specs, conversions)
 
 
 # A live model
@@ -725,7 +725,7 @@ def test_adapter_of_unregistered_architecture() -> None:
     with pytest.warns(UserWarning, match="RwkvForCausalLM is not registered"):
         adapter = adapter_for(config)
     reference = RwkvForCausalLM(config)
-    assert list(adapter.own) == list(adapter.transformers) == list(reference.state_dict())
+    assert list(adapter.specs) == list(adapter.transformers) == list(reference.state_dict())
     assert_same(adapter.to_hf(reference.state_dict()), reference.state_dict())
 
 

@@ -111,8 +111,8 @@ def test_hub_layout_equals_transformers_layout_by_default(llama: PreTrainedModel
 def test_convert_layout_tensor_order(llama: PreTrainedModel) -> None:
     adapter = StateDictAdapter(llama)
     backwards = dict(reversed(adapter.transformers.items()))
-    assert list(convert_layout(llama, backwards, adapter.own, None)) == list(backwards)
-    converted = convert_layout(llama, backwards, adapter.own, [])
+    assert list(convert_layout(llama, backwards, adapter.specs, None)) == list(backwards)
+    converted = convert_layout(llama, backwards, adapter.specs, [])
     assert converted == adapter.transformers
     loaded = new_model(copy.deepcopy(llama.config))
     loaded._weight_conversions = []

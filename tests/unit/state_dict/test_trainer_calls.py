@@ -170,7 +170,7 @@ def test_sharded_tensor_conversion(
     adapter: StateDictAdapter, mesh: DeviceMesh, placement: Placement, raises: bool
 ) -> None:
     name = f"{EXPERTS}.gate_up_proj"  # dimensions: experts, then gate and up, then features
-    whole = torch.randn(adapter.own[name].shape)
+    whole = torch.randn(adapter.specs[name].shape)
     sharded = shard(whole, mesh, placement)
     for convert in (
         lambda: adapter.convert_single_tensor_to_hf(name, sharded),
@@ -195,7 +195,7 @@ def test_sharded_tensor_conversion(
 
 def test_unsplit_sharded_tensors_are_returned_unchanged(adapter: StateDictAdapter, mesh: DeviceMesh) -> None:
     name = "model.layers.0.self_attn.q_proj.weight"
-    sharded = shard(torch.randn(adapter.own[name].shape), mesh, Shard(0))
+    sharded = shard(torch.randn(adapter.specs[name].shape), mesh, Shard(0))
     assert adapter.to_hf({name: sharded})[name] is sharded
     assert adapter.from_hf({name: sharded}, strict=False)[name] is sharded
 
@@ -210,14 +210,14 @@ def test_from_hf_with_sharded_experts_raises(moe: PreTrainedModel, adapter: Stat
 
 
 def test_from_hf_with_expert_mesh_raises(adapter: StateDictAdapter, mesh: DeviceMesh) -> None:
-    whole = adapter.to_hf({name: torch.zeros(spec.shape) for name, spec in adapter.own.items()})
+    whole = adapter.to_hf({name: torch.zeros(spec.shape) for name, spec in adapter.specs.items()})
     with pytest.raises(ShardingError, match="shards experts over 2 ranks"):
         adapter.from_hf(whole, device_mesh=mesh)
     unnamed = init_device_mesh("cpu", (2,))
     with pytest.raises(ShardingError, match="shards experts over 2 ranks"):
         adapter.from_hf(whole, device_mesh=unnamed)
     ep_shard_mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("ep_shard", "ep"))
-    assert adapter.from_hf(whole, device_mesh=ep_shard_mesh).keys() == adapter.own.keys()
+    assert adapter.from_hf(whole, device_mesh=ep_shard_mesh).keys() == adapter.specs.keys()
 
 
 def test_dense_model_accepts_trainer_keywords() -> None:
@@ -227,7 +227,7 @@ def test_dense_model_accepts_trainer_keywords() -> None:
 
 
 def test_invalid_argument_types_raise(adapter: StateDictAdapter) -> None:
-    name = next(iter(adapter.own))
+    name = next(iter(adapter.specs))
     for value in (None, [name], {3: torch.ones(2)}):
         for call in (adapter.to_hf, adapter.from_hf):
             with pytest.raises(UnknownArgumentError, match="expected a mapping of names to tensors"):

@@ -126,7 +126,7 @@ def test_layer_sections_keep_every_layer_type() -> None:
     assert sections == ("first_layers", "middle_layers", "last_layers")
     values = vars(CheckedConfig()) | {"layer_types": ["local", "local", "full"] * 4}
     layers = KeptLayers(values, None, sections)
-    assert layers.kept == [0, 2, 3, 10]
+    assert layers.indices == [0, 2, 3, 10]
     assert [layers.value(key, values[key]) for key in (*sections, "num_hidden_layers")] == [2, 1, 1, 4]
 
 
