@@ -11,7 +11,7 @@ from packaging.version import Version
 
 from nrl_models.common.switches import SWITCHES
 from nrl_models.quirks import Quirk
-from nrl_models.quirks.quirk import Place, ProbeKind, installed, is_met
+from nrl_models.quirks.quirk import ProbeKind, QuirkStage, installed, is_met
 from tests.quirk_removals import REMOVE
 
 
@@ -96,8 +96,8 @@ def _problems_of(quirk: Quirk) -> Iterable[str]:
             Requirement(release or "transformers")
         except ValueError as error:
             yield f"is {what} in {release!r}, which is not a requirement: {error}"
-    if not quirk.where or set(quirk.where) - {*get_args(Place)}:
-        yield f"acts at {', '.join(quirk.where) or 'no place'}: expected some of {', '.join(get_args(Place))}"
+    if not quirk.where or set(quirk.where) - {*get_args(QuirkStage)}:
+        yield f"acts at {', '.join(quirk.where) or 'no place'}: expected some of {', '.join(get_args(QuirkStage))}"
     for field in ("symptom", "handling", "switch"):
         if not getattr(quirk, field):
             yield f"has no {field}"

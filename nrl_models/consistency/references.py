@@ -20,7 +20,7 @@ from nrl_models.engines.hf import HFEngine
 from nrl_models.engines.start import start_engine
 from nrl_models.parity.check import reference_model
 
-Weights = Callable[[], Iterable[tuple[str, torch.Tensor]]]
+WeightStream = Callable[[], Iterable[tuple[str, torch.Tensor]]]
 """Function that yields tensors by hub name. Each call starts again with the first tensor."""
 
 
@@ -41,8 +41,8 @@ class References:
         path: str | Path,
         *,
         device: str | torch.device = "cpu",
-        weights: Weights | None = None,
-        previous: Weights | None = None,
+        weights: WeightStream | None = None,
+        previous: WeightStream | None = None,
         witness: str = "",
         witness_options: Mapping[str, Any] | None = None,
     ) -> None:
@@ -96,7 +96,7 @@ class References:
         changed.tie_weights()
         return changed.eval()
 
-    def _load(self, dtype: torch.dtype, combined: bool, weights: Weights | None) -> PreTrainedModel:
+    def _load(self, dtype: torch.dtype, combined: bool, weights: WeightStream | None) -> PreTrainedModel:
         model: PreTrainedModel
         if combined:
             model = auto_class_for(self.path).from_pretrained(self.path, dtype=dtype, device=self.device)

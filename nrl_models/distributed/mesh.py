@@ -59,7 +59,7 @@ def rank_in(mesh: DeviceMesh, name: str) -> int:
     return mesh.get_local_rank(name) if name in (mesh.mesh_dim_names or ()) else 0
 
 
-def place_in(mesh: DeviceMesh) -> int:
+def rank_number(mesh: DeviceMesh) -> int:
     """Return this rank's index in the mesh, in the order of `gather_over`."""
     index = 0
     for dim in range(mesh.ndim):
@@ -71,7 +71,7 @@ def is_first(ranks: Ranks) -> bool:
     """Return True on the first of the ranks, which writes files."""
     if ranks is None:
         return True
-    return (place_in(ranks) if isinstance(ranks, DeviceMesh) else dist.get_rank(ranks)) == 0
+    return (rank_number(ranks) if isinstance(ranks, DeviceMesh) else dist.get_rank(ranks)) == 0
 
 
 def has_stages(mesh: DeviceMesh) -> bool:

@@ -163,7 +163,7 @@ def run_readers(read: Callable[[Any], None], jobs: Sequence[Any]) -> None:
 
 def _block_of(target: HFTensor, memory: torch.Tensor) -> torch.Tensor | None:
     """Return the block of a parameter that is a Hugging Face tensor; None if that is not one block, or transposed."""
-    region = None if target.view is None else target.view.place_in(tuple(memory.shape))
+    region = None if target.view is None else target.view.region_in(tuple(memory.shape))
     if region is None or not region.is_block:
         return None
     return memory.view(-1)[region.offset : region.offset + torch.Size(target.shape).numel()]
@@ -178,7 +178,7 @@ def _fit_together(names: Sequence[str], fit: Fit) -> bool:
 
 def _block_of_stored(stored: StoredTensor, target: HFTensor, shape: tuple[int, ...]) -> tuple[int, StoredTensor] | None:
     """Return a stored tensor, and its offset in a parameter of `shape`; None if it is not one block of it."""
-    region = None if target.view is None else target.view.place_in(shape)
+    region = None if target.view is None else target.view.region_in(shape)
     return None if region is None or not region.is_block else (region.offset, stored)
 
 

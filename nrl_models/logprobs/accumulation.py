@@ -22,7 +22,7 @@ from nrl_models.common.documents.boundaries import sharing_prompts
 from nrl_models.common.forward.random_states import random_states_kept, set_torch_random_state, torch_random_state
 from nrl_models.common.forward.routing import own_routing, routing_is_observed, tokens_placed
 from nrl_models.common.forward.token_places import TokenPlaces
-from nrl_models.logprobs.microbatches import Layout, Microbatch, largest, ranks_of
+from nrl_models.logprobs.microbatches import Microbatch, RowLayout, largest, ranks_of
 from nrl_models.logprobs.tokens import LossFunction, LossTerms, TokenLogprobs, token_logprobs
 from nrl_models.logprobs.whole_rows import has_gradient
 
@@ -81,12 +81,12 @@ class MicrobatchInputs:
     shares: bool
 
     @classmethod
-    def of(cls, batch: SequenceBatch, part: Microbatch, layout: Layout) -> MicrobatchInputs:
+    def of(cls, batch: SequenceBatch, part: Microbatch, layout: RowLayout) -> MicrobatchInputs:
         """Create the inputs of a microbatch on the CPU, without GPU synchronization, and copy them to the device."""
         numbers, shared = part.numbers, part.shared
 
         def laid(tensors: list[torch.Tensor]) -> torch.Tensor:
-            if layout is not Layout.PACKED:
+            if layout is not RowLayout.PACKED:
                 return pad_sequence(tensors, batch_first=True)
             return torch.cat([tensor[size:] for tensor, size in zip(tensors, shared, strict=True)])[None]
 
@@ -100,13 +100,13 @@ class MicrobatchInputs:
         if batch.model_inputs:
             (number,) = numbers
             inputs = dict(batch.model_inputs[number])
-        elif len(rows) > 1 and layout is Layout.PACKED:
+        elif len(rows) > 1 and layout is RowLayout.PACKED:
             (inputs["position_ids"],) = moved(laid(positions))
         elif len(rows) > 1:
             (inputs["attention_mask"],) = moved(there)
         sequences = [torch.full_like(row, number) for row, number in zip(rows, numbers, strict=True)]
         sources: tuple[torch.Tensor, ...] = there.nonzero(as_tuple=True)
-        if layout is Layout.PACKED:
+        if layout is RowLayout.PACKED:
             sources = _sources(part, [len(each) for each in rows])
         ids, score = moved(laid(rows), laid([batch.scores[number] for number in numbers]))
         places = moved(torch.cat(sequences), torch.cat(positions))

@@ -22,7 +22,7 @@ SHARED_ROW_TOKENS_OF_CPU = 2048
 """Default tokens of sequences that share a prompt on a CPU: longer rows compute the prompt less often."""
 
 
-class Layout(StrEnum):
+class RowLayout(StrEnum):
     """How a microbatch stores its sequences."""
 
     PACKED = "packed"
@@ -33,7 +33,7 @@ class Layout(StrEnum):
     """A single sequence."""
 
 
-def layout_of(*models: nn.Module) -> Layout:
+def layout_of(*models: nn.Module) -> RowLayout:
     """Return the cheapest layout that all of the models support.
 
     This library's classes keep documents in one row apart, except those with an entry in `limits`. Packing saves
@@ -43,13 +43,13 @@ def layout_of(*models: nn.Module) -> Layout:
     inner = [innermost(model) for model in models]
     limits = {limit for model in inner for limit in getattr(model, "limits", {})}
     if "right padding" in limits:
-        return Layout.ALONE
+        return RowLayout.ALONE
     apart = all(getattr(type(model).forward, "keeps_documents_apart", False) for model in inner)
     together = not any(isinstance(module, DecoderByDocument) for model in inner for module in model.modules())
     masked = not any(unmasked_attention(model.config) for model in inner)
     packs = apart and together and masked and "packed sequences" not in limits
     packs = packs and not any(map(reads_complete_rows, models))
-    return Layout.PACKED if packs else Layout.PADDED
+    return RowLayout.PACKED if packs else RowLayout.PADDED
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,14 +88,14 @@ class Microbatch:
         return Microbatch(self.numbers + other.numbers, tokens, longest, self.shared + other.shared)
 
 
-def size(layout: Layout, *parts: Microbatch) -> int:
+def size(layout: RowLayout, *parts: Microbatch) -> int:
     """Return the number of tokens to compute for these microbatches together, including padding."""
-    if layout is Layout.PACKED:
+    if layout is RowLayout.PACKED:
         return sum(part.tokens for part in parts)
     return sum(len(part.numbers) for part in parts) * max(part.longest for part in parts)
 
 
-def fewest(units: Sequence[Microbatch], layout: Layout, row_tokens: int) -> list[Microbatch]:
+def fewest(units: Sequence[Microbatch], layout: RowLayout, row_tokens: int) -> list[Microbatch]:
     """Pack units into few microbatches of at most `row_tokens` tokens (first-fit decreasing), largest first.
 
     Args:
@@ -105,7 +105,7 @@ def fewest(units: Sequence[Microbatch], layout: Layout, row_tokens: int) -> list
     """
     microbatches: list[Microbatch] = []
     for unit in _longest_first(units, layout):
-        for index, row in enumerate(microbatches) if layout is not Layout.ALONE else ():
+        for index, row in enumerate(microbatches) if layout is not RowLayout.ALONE else ():
             if size(layout, row, unit) <= row_tokens:
                 microbatches[index] = row + unit
                 break
@@ -114,14 +114,14 @@ def fewest(units: Sequence[Microbatch], layout: Layout, row_tokens: int) -> list
     return sorted(microbatches, key=lambda row: -size(layout, row))
 
 
-def levelled(units: Sequence[Microbatch], layout: Layout, row_tokens: int, count: int) -> list[Microbatch]:
+def levelled(units: Sequence[Microbatch], layout: RowLayout, row_tokens: int, count: int) -> list[Microbatch]:
     """Pack units into at most `count` microbatches of similar size. `count` must be at least that of `fewest`.
 
     Each unit, from the longest, goes into the row with the fewest tokens. Falls back to `fewest` if a row exceeds the
     budget, and for padded rows, because padding is cheap for sequences of similar lengths.
     """
     fewest_microbatches = fewest(units, layout, row_tokens)
-    if layout is not Layout.PACKED or not units:
+    if layout is not RowLayout.PACKED or not units:
         return fewest_microbatches
     emptiest = [(0, index, Microbatch()) for index in range(min(count, len(units)))]
     for unit in _longest_first(units, layout):
@@ -131,8 +131,8 @@ def levelled(units: Sequence[Microbatch], layout: Layout, row_tokens: int, count
     return level if level[0].tokens <= row_tokens else fewest_microbatches
 
 
-def _longest_first(units: Sequence[Microbatch], layout: Layout) -> list[Microbatch]:
-    return sorted(units, key=lambda unit: -(unit.tokens if layout is Layout.PACKED else unit.longest))
+def _longest_first(units: Sequence[Microbatch], layout: RowLayout) -> list[Microbatch]:
+    return sorted(units, key=lambda unit: -(unit.tokens if layout is RowLayout.PACKED else unit.longest))
 
 
 def ranks_of(group: Any) -> int:

@@ -25,7 +25,7 @@ from nrl_models.logprobs import microbatches
 from nrl_models.logprobs.accumulation import Accumulation, MicrobatchInputs, SequenceBatch
 from nrl_models.logprobs.chunked import chunk_tokens
 from nrl_models.logprobs.head import require_head
-from nrl_models.logprobs.microbatches import Layout, Microbatch, largest, layout_of, ranks_of
+from nrl_models.logprobs.microbatches import Microbatch, RowLayout, largest, layout_of, ranks_of
 from nrl_models.logprobs.sampling import Sampling
 from nrl_models.logprobs.shared_prompts import can_share_prompts, units_with_shared_prompts
 from nrl_models.logprobs.token_inputs import require_zeros_and_ones, unknown_token
@@ -124,8 +124,8 @@ def rollout_logprobs(
     problems += _wrong_inputs(sequence_inputs, ids, group)
     scores, wrong = _scores(score, ids)
     _agree([*problems, *wrong, *_wrong_terms(loss_terms, len(ids))], len(ids), group, device)
-    layout = Layout.ALONE if sequence_inputs else layout_of(*wrapped)
-    shares = share_prompts and layout is Layout.PACKED and can_share_prompts(*models)
+    layout = RowLayout.ALONE if sequence_inputs else layout_of(*wrapped)
+    shares = share_prompts and layout is RowLayout.PACKED and can_share_prompts(*models)
     planned, count = _plan(ids, scores if shares else None, layout, loss_terms, row_tokens, device, models, group)
     options: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "entropy": entropy}
     options |= {"reference": reference, "chunk_size": chunk_size}
@@ -261,7 +261,7 @@ def _agree(problems: list[str], count: int, group: Any, device: torch.device) ->
 def _plan(
     ids: Sequence[torch.Tensor],
     scores: Sequence[torch.Tensor] | None,
-    layout: Layout,
+    layout: RowLayout,
     terms: LossTerms | str | torch.Tensor,
     row_tokens: int | None,
     device: torch.device,
@@ -296,7 +296,7 @@ def _plan(
 def _units(
     ids: Sequence[torch.Tensor],
     scores: Sequence[torch.Tensor] | None,
-    layout: Layout,
+    layout: RowLayout,
     terms: LossTerms | str | torch.Tensor,
     row_tokens: int | None,
     device: torch.device,
@@ -312,7 +312,7 @@ def _units(
         longest = max([microbatches.SHARED_ROW_TOKENS_OF_CPU if on_cpu else usual, *lengths])
         alone = units_with_shared_prompts(ids, scores, longest if row_tokens is None else row_tokens)
     units = alone
-    if isinstance(terms, torch.Tensor) and layout is not Layout.ALONE:
+    if isinstance(terms, torch.Tensor) and layout is not RowLayout.ALONE:
         units = _together(alone, terms.tolist())
     sizes = [microbatches.size(layout, unit) for unit in units]
     limit = max([usual, *sizes]) if row_tokens is None else row_tokens

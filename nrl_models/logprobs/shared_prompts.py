@@ -20,7 +20,7 @@ from nrl_models.common.forward.routing import routing_is_observed
 from nrl_models.common.switches import is_off
 from nrl_models.common.upstream_torch import DropoutNd
 from nrl_models.common.value_checks import is_number
-from nrl_models.logprobs.microbatches import Layout, Microbatch, layout_of
+from nrl_models.logprobs.microbatches import Microbatch, RowLayout, layout_of
 
 LEAST = 8
 """Smallest number of tokens of a prompt worth sharing."""
@@ -40,7 +40,7 @@ def can_share_prompts(*models: nn.Module) -> bool:
     - with dropout, which differs between rollouts
     - while choices of experts are recorded or replayed, because these belong to the tokens of each rollout
     """
-    if layout_of(*models) is not Layout.PACKED or routing_is_observed() or any(map(is_off, _QUIRKS)):
+    if layout_of(*models) is not RowLayout.PACKED or routing_is_observed() or any(map(is_off, _QUIRKS)):
         return False
     limits = {limit for model in models for limit in getattr(model, "limits", {})}
     modules = [module for model in models for module in model.modules()]

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from nrl_models.common.state_dict.ties import have_same_values
-from nrl_models.common.views.view import View, apply_steps, place_of
+from nrl_models.common.views.view import View, apply_steps, region_of
 from nrl_models.errors import Problem, ProblemKind, StateDictError
 from nrl_models.megatron.layer_rules import STATES
 from nrl_models.megatron.layout import MegatronRank, Share
@@ -135,7 +135,7 @@ def _not_whole(
     """Yield tensors of the state dict with missing elements. Shares of equal size are either identical or disjoint."""
     came = dict.fromkeys(state_dict, 0)
     for view in written:
-        came[view.parameter] += torch.Size(place_of(tuple(state_dict[view.parameter].shape), view.steps).shape).numel()
+        came[view.parameter] += torch.Size(region_of(tuple(state_dict[view.parameter].shape), view.steps).shape).numel()
     for name, count in came.items():
         if count != state_dict[name].numel():
             detail = f"{count} of its {state_dict[name].numel()} values are present: expected the tensors of all ranks"

@@ -120,7 +120,7 @@ class Truth:
 
 
 @dataclass(slots=True)
-class Found:
+class ComparedTensors:
     """Result for the layers of one class, or for the gradients.
 
     Args:
@@ -182,7 +182,7 @@ def compare_components_rounded(
     """
     truth = truth or Truth(reference)
     replays = can_replay(model)
-    results: dict[tuple[str, bool], Found] = {}
+    results: dict[tuple[str, bool], ComparedTensors] = {}
     for name, call in calls_of(reference, component_classes(reference), inputs).items():
         original, layer = reference.get_submodule(name), model.get_submodule(name)
         with record_routing(original) as routing:
@@ -202,7 +202,7 @@ def compare_components_rounded(
                 exact = float_tensors(run_layer(counterpart, _in_fp32(call)))
             times = max(_times(actual, expected, exact), key=lambda pair: last_if_nan(pair.excess))
         key = type(original).__name__, strict
-        results.setdefault(key, Found()).add(name, times, strict=strict)
+        results.setdefault(key, ComparedTensors()).add(name, times, strict=strict)
     dtype = dtype_name(_dtype(reference))
     return [
         result.row(f"level 2: {name}, {dtype}", Level.COMPONENTS, strict) for (name, strict), result in results.items()
@@ -229,7 +229,7 @@ def compare_logits_rounded(
     """
     with _replaying(model, routing):
         actual = logits_of(model, inputs)
-    logits_result, difference = Found(), compare_tensors(expected, actual, verbose=False)
+    logits_result, difference = ComparedTensors(), compare_tensors(expected, actual, verbose=False)
     if torch.equal(expected, actual):
         logits_result.add("logits", None)
     else:

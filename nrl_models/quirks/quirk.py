@@ -13,7 +13,7 @@ from nrl_models.common.switches import SWITCHES, VARIABLE
 from nrl_models.quirks.evidence import Evidence
 from nrl_models.quirks.subject import Subject
 
-Place = Literal["load", "forward", "export", "engine", "trainer"]
+QuirkStage = Literal["load", "forward", "export", "engine", "trainer"]
 """Parts of the system that a quirk may affect."""
 
 ProbeKind = Literal["", "behavioral", "differential", "data", "symbol", "source"]
@@ -45,7 +45,7 @@ class Quirk:
 
     name: str
     symptom: str
-    where: tuple[Place, ...]
+    where: tuple[QuirkStage, ...]
     handling: str
     code: tuple[str, ...]
     applies: Callable[[Subject], bool] = lambda subject: True

@@ -16,7 +16,7 @@ import torch
 
 from nrl_models.common.checkpoint.stored_tensors import StoredTensor
 from nrl_models.common.state_dict.layouts import TensorSpec
-from nrl_models.common.views.view import HFTensor, Place, View
+from nrl_models.common.views.view import HFTensor, Region, View
 from nrl_models.errors import Problem, ProblemKind, listed
 
 
@@ -96,7 +96,7 @@ def _coverage(
     """Return problems with the sources of an own tensor, which must fill it exactly once, in one dtype."""
     keys = [key for key, _ in sources]
     views = [piece.view for _, target in sources for piece in target.pieces if piece.view.parameter == name]
-    regions = [view.place_in(spec.shape) for view in views]
+    regions = [view.region_in(spec.shape) for view in views]
     filled, wanted = sum(math.prod(region.shape) for region in regions), math.prod(spec.shape)
     files = sorted({file for key in keys if (file := getattr(tensors[key], "file", None))})
     file = ", ".join(files) or None
@@ -115,7 +115,7 @@ def _coverage(
     return []
 
 
-def _overlap(views: Sequence[View], regions: Sequence[Place]) -> bool:
+def _overlap(views: Sequence[View], regions: Sequence[Region]) -> bool:
     """Return True if two views fill the same elements: overlapping contiguous regions, or equal regions."""
     if len(views) == 1:
         return False

@@ -21,7 +21,7 @@ from nrl_models.common.state_dict.kept_tensors import keep, kept_by
 from nrl_models.common.state_dict.matching import is_wide_float
 from nrl_models.common.upstream_conversions import loaded_conversions, set_loaded_conversions
 from nrl_models.common.upstream_torch import FLATTENED, FSDP1_NAME, is_traceable_wrapper_subclass, module_wrappers
-from nrl_models.common.views.view import HFTensor, place_of
+from nrl_models.common.views.view import HFTensor, region_of
 from nrl_models.errors import Problem, ProblemKind, StateDictError
 
 logger = get_logger(__name__)
@@ -134,7 +134,7 @@ def assemble(
         state_dict: Tensors by key.
     """
     first, target = sources[0]
-    if len(sources) == 1 and target.view is not None and target.view.place_in(shape) == place_of(shape):
+    if len(sources) == 1 and target.view is not None and target.view.region_in(shape) == region_of(shape):
         return state_dict[first]
     check_writes(state_dict, [key for key, _ in sources], name)
     dtype = widest(state_dict[key].dtype for key, _ in sources)

@@ -67,7 +67,7 @@ class LayoutTables:
         self.specs: dict[str, TensorSpec] = layouts.own_tensors(model)
         self.tied: dict[str, str] = tied_names(model)
         self.transformers: dict[str, HFTensor] = {
-            name: HFTensor(name, view.place_in(self.specs[view.parameter].shape).shape, (Piece(view),))
+            name: HFTensor(name, view.region_in(self.specs[view.parameter].shape).shape, (Piece(view),))
             for name, view in layouts.transformers_views(model)
         }
         conversions = layouts.hub_conversions(model)
@@ -208,7 +208,7 @@ class LayoutTables:
     def is_zero_copy(self, tensor: HFTensor) -> bool:
         """Return True if a tensor is a view of a single parameter."""
         view = tensor.view
-        return view is not None and view.place_in(self.specs[view.parameter].shape).strides is not None
+        return view is not None and view.region_in(self.specs[view.parameter].shape).strides is not None
 
     def other_shapes(self, tensors: Mapping[str, torch.Tensor | TensorSpec]) -> list[Problem]:
         """Return a problem for each of the model's own tensors with a wrong shape."""

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from nrl_models.common.upstream_torch import without_torch_function
-from nrl_models.common.views.view import META, Piece, View, offset_through, place_of
+from nrl_models.common.views.view import META, Piece, View, offset_through, region_of
 from nrl_models.common.views.view_blocks import Block, through
 from nrl_models.errors import NRLModelsError
 
@@ -42,7 +42,7 @@ class TracedTensor(torch.Tensor):
     def step(self, method: str, *args: int) -> TracedTensor:
         """Apply one view step, and return the traced result."""
         before, step = tuple(self.shape), (method, args)
-        after = place_of(before, (step,)).shape
+        after = region_of(before, (step,)).shape
         if len(self.pieces) == 1 and not self.pieces[0].region:
             pieces = [Piece(self.pieces[0].view.then(method, *args))]
         elif not self.numel():  # `through` drops empty blocks
@@ -54,7 +54,7 @@ class TracedTensor(torch.Tensor):
 
     def _block(self, piece: Piece) -> Block:
         """Return a piece as a block, whose tensor records further steps of the piece's view."""
-        size = place_of(tuple(self.shape), piece.region).shape
+        size = region_of(tuple(self.shape), piece.region).shape
         traced = TracedTensor.of_pieces(size, self.dtype, (Piece(piece.view),))
         return Block(offset_through(piece.region, (0,) * self.ndim), traced)
 

@@ -21,7 +21,7 @@ Step = tuple[str, tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class Region:
     """A region of a contiguous tensor.
 
     Args:
@@ -87,9 +87,9 @@ class View:
         region = self.region_of(tensor)
         region.copy_(value.reshape(region.shape))
 
-    def place_in(self, shape: Sequence[int]) -> Place:
+    def region_in(self, shape: Sequence[int]) -> Region:
         """Return the region of this view in a contiguous parameter of `shape`."""
-        return place_of(tuple(shape), self.steps)
+        return region_of(tuple(shape), self.steps)
 
     def __str__(self) -> str:
         return self.parameter + "".join(f".{method}{args}" for method, args in self.steps)
@@ -100,16 +100,16 @@ STEPS = ("narrow", "reshape", "select", "transpose")
 
 
 @lru_cache(maxsize=2**16)
-def place_of(shape: tuple[int, ...], steps: tuple[Step, ...] = ()) -> Place:
+def region_of(shape: tuple[int, ...], steps: tuple[Step, ...] = ()) -> Region:
     """Return the region that `steps` select in a contiguous tensor of `shape`. Cached, because layers repeat steps.
 
     Raises:
         ValueError: If a step is not in `STEPS`.
     """
     if not steps:
-        return Place(shape, strides_of(shape))
+        return Region(shape, strides_of(shape))
     *before, step = steps
-    parent_region = place_of(shape, tuple(before))
+    parent_region = region_of(shape, tuple(before))
     if step[0] not in STEPS:
         raise ValueError(f"unknown step {step[0]}{step[1]}")
     memory = torch.empty(parent_region.shape, device=META)
@@ -117,8 +117,8 @@ def place_of(shape: tuple[int, ...], steps: tuple[Step, ...] = ()) -> Place:
         memory = torch.empty_strided(parent_region.shape, parent_region.strides, device=META)
     region = apply_steps(memory, [step])
     if parent_region.strides is None or (step[0] == "reshape" and not is_viewable(memory, step[1])):
-        return Place(tuple(region.shape), None)
-    return Place(tuple(region.shape), region.stride(), parent_region.offset + int(region.storage_offset()))
+        return Region(tuple(region.shape), None)
+    return Region(tuple(region.shape), region.stride(), parent_region.offset + int(region.storage_offset()))
 
 
 @lru_cache(maxsize=2**16)

@@ -19,7 +19,7 @@ from math import prod
 
 import torch
 
-from nrl_models.common.views.view import Step, is_viewable, place_of
+from nrl_models.common.views.view import Step, is_viewable, region_of
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -64,7 +64,7 @@ def through(steps: Iterable[Step], shape: Sequence[int], block: Block) -> list[B
     blocks = [block]
     after = tuple(shape)
     for method, args in steps:
-        before, after = after, place_of(after, ((method, args),)).shape
+        before, after = after, region_of(after, ((method, args),)).shape
         if method == "reshape":
             blocks = [new for old in blocks for new in _reshaped(old, before, args)]
         else:

@@ -29,7 +29,7 @@ FILE_BYTES = 2 * 2**30
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class HeldTensor:
     """A tensor of which this rank holds blocks.
 
     Args:
@@ -106,7 +106,7 @@ class BlockedTensor:
                 stored.copy_into(block)
 
 
-def blocks_to_write(tensors: Iterable[Held], mesh: DeviceMesh) -> Iterator[tuple[str, Block]]:
+def blocks_to_write(tensors: Iterable[HeldTensor], mesh: DeviceMesh) -> Iterator[tuple[str, Block]]:
     """Yield the blocks of tensors that this rank of a mesh writes, with the names of the tensors.
 
     If several ranks hold the same blocks, one of them writes. Such ranks take turns, one tensor each.

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from nrl_models.common.dtypes import dtype_name
 from nrl_models.common.modules import own_parameters
 from nrl_models.distributed.mesh import gather_over, has_stages
-from nrl_models.distributed.resume_checkpoints.block_files import BlockedTensor, Held
+from nrl_models.distributed.resume_checkpoints.block_files import BlockedTensor, HeldTensor
 from nrl_models.distributed.resume_checkpoints.manifest import OptimizerFacts, ParameterGroup, States
 from nrl_models.distributed.resume_checkpoints.scalars import Scalar
 from nrl_models.distributed.sharding import sharding_of
@@ -114,11 +114,11 @@ def of_all_stages(facts: OptimizerFacts, mesh: DeviceMesh) -> OptimizerFacts:
     return OptimizerFacts(groups, {name: states for stage in stages for name, states in stage.states.items()})
 
 
-def held_states(model: PreTrainedModel, optimizer: Optimizer) -> list[Held]:
+def held_states(model: PreTrainedModel, optimizer: Optimizer) -> list[HeldTensor]:
     """Return the tensors of an optimizer's states, with names `{parameter}.{state}`."""
     layout = sharding_of(model).adapter.transformers
     return [
-        Held(f"{name}.{key}", layout[name], {name: value.detach()})
+        HeldTensor(f"{name}.{key}", layout[name], {name: value.detach()})
         for name, parameter in _parameters(model, optimizer).items()
         for key, value in optimizer.state.get(parameter, {}).items()
         if not _is_scalar(key, value, parameter)
@@ -215,7 +215,7 @@ def restore(
             tensor = stored[f"{name}.{key}"]
             dtype = parameter.dtype if tensor.dtype == saved_dtypes.get(name) else tensor.dtype
             state[key] = torch.zeros_like(parameter.detach(), dtype=dtype)
-            tensor.fill(Held(f"{name}.{key}", layout[name], {name: state[key]}).blocks)
+            tensor.fill(HeldTensor(f"{name}.{key}", layout[name], {name: state[key]}).blocks)
         optimizer.state[parameter] = state
 
 

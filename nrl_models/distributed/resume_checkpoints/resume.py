@@ -37,11 +37,11 @@ from nrl_models.common.state_dict.matching import match
 from nrl_models.common.state_dict.mtp import MTPNames
 from nrl_models.common.state_dict.own_tensors import own_state_dict, require_in_memory, require_real
 from nrl_models.common.views.view_blocks import Block
-from nrl_models.distributed.mesh import agreed, place_in
+from nrl_models.distributed.mesh import agreed, rank_number
 from nrl_models.distributed.resume_checkpoints.background import CheckpointSave, finish_last, group_for_saves
 from nrl_models.distributed.resume_checkpoints.block_files import (
     BlockedTensor,
-    Held,
+    HeldTensor,
     blocks_to_write,
     copied,
     stored_tensors,
@@ -125,7 +125,9 @@ def save_checkpoint(
         require_in_memory(local_state)
         require_real(model, adapter.specs, "saved")
         parts = {
-            StatePart.WEIGHTS: [Held(name, tensor, local_state) for name, tensor in adapter.exported("hub").items()]
+            StatePart.WEIGHTS: [
+                HeldTensor(name, tensor, local_state) for name, tensor in adapter.exported("hub").items()
+            ]
         }
         if optimizer is not None:
             own_facts = facts_of(model, optimizer)
@@ -150,9 +152,9 @@ def save_checkpoint(
             blocks = {part: copied(each) for part, each in blocks.items()}
             config = copy.deepcopy(config)
         blocks[StatePart.WEIGHTS] = chain(
-            blocks[StatePart.WEIGHTS], _kept_blocks(kept_by(model), place_in(mesh), mesh.size())
+            blocks[StatePart.WEIGHTS], _kept_blocks(kept_by(model), rank_number(mesh), mesh.size())
         )
-    contents = VersionContents(blocks, place_in(mesh), config, manifest)
+    contents = VersionContents(blocks, rank_number(mesh), config, manifest)
     if wait:
         version = write_version(folder, contents, mesh)
         return CheckpointSave.finished(folder, version)
@@ -242,7 +244,7 @@ def load_checkpoint(
     with agreed(mesh, action):
         local_state = own_state_dict(model)
         for name, tensor in adapter.exported("hub").items():
-            weights[name].fill(Held(name, tensor, local_state).blocks)
+            weights[name].fill(HeldTensor(name, tensor, local_state).blocks)
         if optimizer is not None and manifest.optimizer is not None:
             restore(model, optimizer, manifest.optimizer, states, saved_dtypes)
         keep(model, kept_tensors)

@@ -13,7 +13,7 @@ from pathlib import Path
 from torch.distributed.device_mesh import DeviceMesh
 
 from nrl_models.common.checkpoint.local_path import CONFIG_NAME, MANIFEST_NAME, VERSION, as_path
-from nrl_models.distributed.mesh import agreed, gather_over, is_first, place_in, reporting_dead_ranks
+from nrl_models.distributed.mesh import agreed, gather_over, is_first, rank_number, reporting_dead_ranks
 from nrl_models.distributed.resume_checkpoints.manifest import Manifest, StatePart, WrittenFile, read_manifest
 from nrl_models.errors import CheckpointError, Problem, ProblemKind
 
@@ -74,7 +74,7 @@ def whole_version(
     with reporting_dead_ranks(action):
         # The first rank's versions, because other ranks may see an old listing of a network file system.
         ((newest, *older), *_) = gather_over(mesh, versions)
-    manifest, local_problems = _examined(newest, parts, place_in(mesh), mesh.size())
+    manifest, local_problems = _examined(newest, parts, rank_number(mesh), mesh.size())
     with reporting_dead_ranks(action):
         problems = list(dict.fromkeys(problem for each in gather_over(mesh, local_problems) for problem in each))
         if problems:

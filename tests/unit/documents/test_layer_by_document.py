@@ -23,7 +23,7 @@ from nrl_models.common.documents.layers import ByDocument, DecoderByDocument
 from nrl_models.common.projections import CombinedProjections
 from nrl_models.common.upstream import cache_in
 from nrl_models.logprobs import token_logprobs
-from nrl_models.logprobs.microbatches import Layout, layout_of
+from nrl_models.logprobs.microbatches import RowLayout, layout_of
 from nrl_models.testing.case import FamilyCase
 
 ROWS = ((5, 1, 3, 3), (4, 4, 2, 2))
@@ -169,8 +169,8 @@ def test_fsdp_decoder_with_documents_raises(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_rollout_layout_by_architecture() -> None:
     packs, alone = (registry.model_class(name) for name in ("LlamaForCausalLM", "BartForCausalLM"))
-    assert layout_of(FamilyCase(packs).model()) is Layout.PACKED
-    assert layout_of(FamilyCase(alone).model()) is Layout.PADDED
+    assert layout_of(FamilyCase(packs).model()) is RowLayout.PACKED
+    assert layout_of(FamilyCase(alone).model()) is RowLayout.PADDED
 
 
 @pytest.mark.parametrize("architecture", ["BartForCausalLM", "RobertaForCausalLM", "Llama4ForCausalLM"])

@@ -13,7 +13,7 @@ from transformers import LlamaConfig
 from nrl_models import AutoModelForCausalLM
 from nrl_models.errors import HeadError, UnknownArgumentError
 from nrl_models.logprobs import rollout_logprobs, token_logprobs
-from nrl_models.logprobs.microbatches import Layout, layout_of
+from nrl_models.logprobs.microbatches import RowLayout, layout_of
 from nrl_models.testing.case import randomize
 from nrl_models.testing.tiny import tiny_config
 
@@ -94,7 +94,7 @@ def test_gradients_match_full_logits(name: str, sequences: list[torch.Tensor]) -
 @pytest.mark.parametrize("name", ADAPTERS)
 def test_packed_rows_raise(name: str, sequences: list[torch.Tensor]) -> None:
     model = adapted(ADAPTERS[name]())
-    assert layout_of(model) is Layout.PADDED
+    assert layout_of(model) is RowLayout.PADDED
     positions = torch.cat([torch.arange(len(row)) for row in sequences])[None]
     with pytest.raises(UnknownArgumentError, match="position_ids: a row has several sequences"):
         token_logprobs(model, torch.cat(sequences)[None], position_ids=positions)
@@ -121,4 +121,4 @@ def test_activated_lora_on_output_embedding_requires_full_logits(sequences: list
 
 
 def test_lora_is_packed() -> None:
-    assert layout_of(adapted(LoraConfig(target_modules=["q_proj"]))) is Layout.PACKED
+    assert layout_of(adapted(LoraConfig(target_modules=["q_proj"]))) is RowLayout.PACKED

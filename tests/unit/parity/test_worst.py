@@ -8,7 +8,7 @@ from itertools import permutations
 import pytest
 
 from nrl_models.parity.parity_report import Level
-from nrl_models.parity.precision import Errors, Found
+from nrl_models.parity.precision import ComparedTensors, Errors
 from nrl_models.parity.worst import worst_of
 
 
@@ -29,7 +29,7 @@ def test_largest_error_or_default() -> None:
 def test_layers_with_undefined_error_fail(order: tuple[int, int]) -> None:
     infinite = Errors(math.inf, math.inf)
     times = [Errors(1.0, 1.0), infinite.times(infinite)]  # infinite in the reference as well: the multiple is NaN
-    errors = Found()
+    errors = ComparedTensors()
     for index in order:
         errors.add(f"layer {index}", times[index])
     row = errors.row("level 2", Level.COMPONENTS)

@@ -68,7 +68,7 @@ def test_names_and_order_match_transformers(config: Any) -> None:
     with torch.device("meta"):
         reference = model.reference_class()(config)
     own = own_tensors(model)
-    placed = {name: view.place_in(own[view.parameter].shape).shape for name, view in transformers_views(model)}
+    placed = {name: view.region_in(own[view.parameter].shape).shape for name, view in transformers_views(model)}
     assert placed == {name: tuple(tensor.shape) for name, tensor in reference.state_dict().items()}
     assert list(placed) == list(reference.state_dict())
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from nrl_models.common.views.traced_tensor import NotAViewError, TracedTensor
-from nrl_models.common.views.view import HFTensor, Piece, Place, View
+from nrl_models.common.views.view import HFTensor, Piece, Region, View
 
 SHAPE = (6, 4, 10)
 
@@ -54,7 +54,7 @@ def view(request: pytest.FixtureRequest) -> View:
 
 def test_place_matches_torch_strides_and_offset(view: View) -> None:
     tensor = numbered(*SHAPE)
-    region, place = view.of(tensor), view.place_in(SHAPE)
+    region, place = view.of(tensor), view.region_in(SHAPE)
     assert place.shape == tuple(region.shape)
     if region.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr():
         assert (place.strides, place.offset) == (region.stride(), region.storage_offset())
@@ -64,15 +64,15 @@ def test_place_matches_torch_strides_and_offset(view: View) -> None:
 
 def test_block_is_contiguous_range_of_elements(view: View) -> None:
     tensor = numbered(*SHAPE)
-    values, place = view.of(tensor).reshape(-1), view.place_in(SHAPE)
+    values, place = view.of(tensor).reshape(-1), view.region_in(SHAPE)
     run = tensor.view(-1)[place.offset : place.offset + len(values)]
     assert place.is_block is torch.equal(values, run)
 
 
 def test_single_row_is_a_block() -> None:
-    assert View("w").then("narrow", 0, 2, 1).place_in(SHAPE).is_block
-    assert View("w").then("narrow", 0, 0, 1).then("narrow", 1, 1, 2).place_in(SHAPE).is_block
-    assert not View("w").then("narrow", 1, 1, 2).place_in(SHAPE).is_block
+    assert View("w").then("narrow", 0, 2, 1).region_in(SHAPE).is_block
+    assert View("w").then("narrow", 0, 0, 1).then("narrow", 1, 1, 2).region_in(SHAPE).is_block
+    assert not View("w").then("narrow", 1, 1, 2).region_in(SHAPE).is_block
 
 
 def test_writing_is_the_inverse_of_reading(view: View) -> None:
@@ -94,14 +94,14 @@ def test_writing_after_copying_reshape_raises() -> None:
     tensor = torch.arange(torch.Size(SHAPE).numel()).view(SHAPE)
     row = view.of(tensor)
     assert torch.equal(row, VIEWS["rows in another order"].of(tensor)[:1])
-    assert view.place_in(SHAPE) == Place(tuple(row.shape), None)
+    assert view.region_in(SHAPE) == Region(tuple(row.shape), None)
     with pytest.raises(ValueError, match="only reshapes may follow"):
         view.write(tensor, row)
 
 
 def test_unknown_step_raises() -> None:
     with pytest.raises(ValueError, match="unknown step flip"):
-        View("w").then("flip", 0).place_in(SHAPE)
+        View("w").then("flip", 0).region_in(SHAPE)
 
 
 def test_reshape_replaces_reshape_before_it() -> None:
