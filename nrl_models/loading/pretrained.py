@@ -99,12 +99,12 @@ def _loaded(model_class: type[PreTrainedModel], source: Source) -> tuple[PreTrai
             generation = None if folder is None else generation_config(model_class, folder)
             _require_in_place(source)
         passed = tuple(name for name in source.overrides if name not in IMPLEMENTATIONS)
-        load_kwargs: Any = {"dtype": dtype, "device": device, "tolerance": Tolerance(options, composite, passed)}
+        tolerance = Tolerance(options, composite, passed)
         if options.mesh is None:
-            fit = load_weights(model, files, **load_kwargs)
+            fit = load_weights(model, files, dtype=dtype, device=device, tolerance=tolerance)
         else:
             plan: Any = "auto" if options.plan is None else options.plan
-            fit = load_sharded(model, files, options.mesh, plan, **load_kwargs)
+            fit = load_sharded(model, files, options.mesh, plan, dtype=dtype, device=device, tolerance=tolerance)
         narrowed = fit.narrowed(files)
         if narrowed and options.dtype == "auto":
             logger.warning(
