@@ -253,6 +253,7 @@ def _inlined(node: ast.expr, named: Mapping[str, ast.expr]) -> ast.expr:
 
     class Inline(ast.NodeTransformer):
         def visit_Name(self, name: ast.Name) -> ast.expr:
-            return self.visit(named[name.id]) if name.id in named else name
+            others = {other: value for other, value in named.items() if other != name.id}  # `size = size or 1` ends
+            return _inlined(named[name.id], others) if name.id in named else name
 
     return Inline().visit(ast.parse(ast.unparse(node), mode="eval").body)  # a copy: the tree is read again

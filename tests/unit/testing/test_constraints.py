@@ -59,8 +59,12 @@ class CheckedConfig(PreTrainedConfig):
             raise ValueError("image codes end where audio codes begin")
         if end > self.vocab_size:
             raise ValueError(f"audio codes end at {end}")
+        hop = self.tower_config.hop_length
+        hop = hop or 1
         if self.chunk_size % self.tower_config.hop_length != 0:
-            raise ValueError("chunk_size")
+            raise ValueError(f"chunk_size: {hop}")
+        if hop > self.vocab_size:
+            raise ValueError("hop")
         if self.loop_start % self.block != 0:
             raise ValueError("loop_start")
         if self.is_wide is not False:
