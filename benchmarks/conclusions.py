@@ -115,8 +115,8 @@ def logprobs(rows: Sequence[Row]) -> str:
     known = of(rows, "time, ratio", way="nrl_models, loss")
     other = [row["time, ratio"] for row in rows if row["way"] == "nrl_models"]
     return (
-        f"`token_logprobs` needs {percent(memory)} of the memory of full logits, {span(known)} times the time with the "
-        f"loss passed, and {span(other)} times without."
+        f"`token_logprobs` needs {percent(memory)} of the memory of full logits, {span(known)} times the time "
+        f"with `loss=...`, and {span(other)} times without."
     )
 
 
@@ -142,8 +142,8 @@ def refit_engine(rows: Sequence[Row]) -> str:
 def train_step(rows: Sequence[Row]) -> str:
     ratios = of(rows, "time, ratio", model="combined")
     return (
-        f"A training step with fused projections takes {span(ratios)} times the time of transformers' step (with "
-        "FSDP2, of separate projections)."
+        f"A training step with fused projections takes {span(ratios)} times the time of transformers' step. "
+        "With FSDP2, the baseline is nrl_models with separate projections."
     )
 
 
@@ -159,10 +159,10 @@ def rl_step(rows: Sequence[Row]) -> str:
 
 
 def onboarding(rows: Sequence[Row]) -> str:
-    done = sum(row["nothing left to decide"] == "yes" for row in rows)
+    done = sum(row["family complete"] == "yes" for row in rows)
     return (
         f"`nrl-models new` takes {median(rows, 'seconds'):.0f} s (median), with generated tests; {done} of {len(rows)} "
-        "architectures need no further decision."
+        "generated families were complete."
     )
 
 

@@ -2,12 +2,12 @@
 
 The model has the shape of SmolLM2-135M and random weights. It decodes 64 tokens from a prompt of 16. Each of several
 subprocesses builds every contender with the same weights, and the contenders take turns decoding the same tokens.
-Ratios are medians over all turns.
+Ratios are of tokens per second, so above 1 is faster than transformers. They are medians over all turns.
 
 The memory addresses of the weights make a model some percent faster or slower for the lifetime of the process.
-Therefore each process builds the models in another order. A second transformers model is compared with the first:
-their ratio is the noise of the measurement. On a CPU, which may be shared, the benchmark compares CPU seconds of one
-thread. On a GPU it compares wall-clock seconds.
+Therefore each process builds the models in another order. A second transformers model is compared with the first: their
+ratio is the noise of the measurement. On a CPU, which may be shared, the benchmark compares CPU seconds of one thread.
+On a GPU it compares wall-clock seconds.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Compare loading a checkpoint over two ranks with transformers' sharded loading (`DistributedConfig`).
 
-Each measurement starts two new processes with warm file caches and one thread each. Imports do not count. The slower
-rank's time and the larger peak count. Peak memory is the increase in anonymous memory (memory without a file behind
-it). Bytes read are those of the slices that a rank holds.
+Each measurement starts two new processes with warm file caches and one thread each. Imports do not count. Of the two
+ranks, the longer time and the larger peak memory are reported. Peak memory is the increase in anonymous memory (memory
+without a file behind it). Bytes read are those of the slices that a rank holds.
 
 Both leave parameters in memory-mapped pages, which the first forward reads. Compare the figures that include it. The
 null ratio compares each measurement of transformers, first forward included, with its next one. It would be 1 on a

@@ -3,8 +3,8 @@
 `full logits` computes a log-softmax over all logits in fp32. It runs twice, and the second run shows the noise.
 `nrl_models, loss` receives the loss beforehand (`token_logprobs(..., loss=...)`). `transformers` is its loss function.
 `TRL` is its `selective_log_softmax`, if TRL is installed. Extra memory is the increase at the peak, gradients included.
-Ratios are relative to full logits. Time ratios are medians over alternating runs. Limits: a tenth of the memory;
-1.05 times the time of a forward, and of a forward and backward if the loss is passed; otherwise 1.3 times.
+Ratios are relative to full logits. Time ratios are medians over alternating runs. Limits: a tenth of the memory; 1.05
+times the time of a forward; for a forward and backward, 1.05 times with `loss=...` and 1.3 times without.
 """
 
 from __future__ import annotations

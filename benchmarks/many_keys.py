@@ -113,7 +113,7 @@ def main() -> None:
         for what in ("load", "save")
     ]
     names = {
-        "export": "`iter_export`, the adapter being made",
+        "export": "`iter_export`, with an existing state-dict adapter",
         "inspect": "`nrl-models inspect`",
         "plan": "`nrl-models plan` of 671B, fsdp=32, ep=16",
     }

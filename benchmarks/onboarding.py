@@ -76,17 +76,18 @@ def time_one(model_class: type[PreTrainedModel]) -> Row:
             "seconds": round(after.elapsed - before.elapsed, 1),
             "CPU seconds": round(cpu, 1),
             "load": round(load, 1),
-            "nothing left to decide": "yes" if done.returncode == 0 else "no",
+            "family complete": "yes" if done.returncode == 0 else "no",
         }
 
 
 def in_words(rows: list[Row]) -> str:
     """Summarize the medians in a sentence."""
     wall, cpu, load = (median(rows, key) for key in ("seconds", "CPU seconds", "load"))
-    green = sum(row["nothing left to decide"] == "yes" for row in rows)
+    green = sum(row["family complete"] == "yes" for row in rows)
     return (
         f"{len(rows)} decoders of transformers, drawn at random. Median: {wall:.0f} s wall-clock time, {cpu:.0f} s CPU "
-        f"time, machine load {load:.1f}. {green} of {len(rows)} had nothing left to decide."
+        f"time, machine load {load:.1f}. For {green} of {len(rows)}, the generated family was complete: no "
+        "question was left to the user."
     )
 
 

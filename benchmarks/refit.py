@@ -1,7 +1,8 @@
 """Compare streaming every weight of a 1.4 GB model with one copy of as much memory.
 
 The consumer copies each tensor into separate memory, as an engine does. `one copy` copies a single tensor of the same
-total size into allocated memory. Limits: 1.2 times for views; 2.2 times in buckets, which are a second copy.
+total size into allocated memory. Limits, within noise: 1.2 times for `iter_export`, which yields views; 2.2 times in
+buckets, because filling them is a second copy.
 """
 
 from __future__ import annotations

@@ -1,13 +1,14 @@
 """Compare refits of a running vLLM, by each transport, with vLLM's own reload of the same weights.
 
 The model has the shape of SmolLM2-135M in bf16, and random weights. Three engines run at once: vLLM in this process, in
-a subprocess, and as a server over HTTP with shared memory. In each turn every way loads one of two sets of weights that
-differ in all elements, and the ways take turns. "unchanged" sends the same weights again; "1 %" changes one element in
-a hundred.
+a subprocess, and as a server over HTTP with shared memory. In each round, every method runs once and loads one of two
+sets of weights, which differ in all elements. "unchanged" sends the same weights again; "1 %" changes one element in a
+hundred.
 
-The peers are one copy of the weights into allocated memory, and vLLM's `reload_weights` in this process: of tensors in
-memory, and from safetensors files in the page cache. The null ratio compares each measurement of the reload from memory
-with its next one. It would be 1 on a machine without noise.
+The baselines are one copy of the weights into allocated memory, and vLLM's `reload_weights` in this process, from
+tensors in memory or from safetensors files in the page cache. By default, a refit compares digests of what was sent and
+what arrived. The null ratio compares each measurement of the reload from memory with its next one. It would be 1 on a
+machine without noise.
 
 Run it in vLLM's environment: `.venv-engine/bin/python -m benchmarks.refit_engine`. Threads that wait do not spin
 (`OMP_WAIT_POLICY=PASSIVE`, as `nrl-models` sets it): on two cores, those of one engine would slow down the others.

@@ -15,7 +15,7 @@ Memory is the largest increase during the first step of a process, after gradien
 tokens of rollouts without padding. `share of matmul speed` is the step's operations per second, divided by those of the
 fastest matmul in the same process. The step's operations are six per token and active parameter, with the head on
 completions only and shared prompts once, without attention and recomputation. Growth is the time per token relative to
-the smallest number of rollouts: 1 is linear.
+the smallest number of rollouts of the same run: 1 is linear.
 """
 
 from __future__ import annotations

@@ -7,9 +7,9 @@ training can continue, "complete" the time until all ranks have written the chec
 measurement of DCP's `save` with its next one. It would be 1 on a machine without noise.
 
 Kills: all ranks are killed (SIGKILL) at four points of a save over an older checkpoint. Then the directory is loaded.
-"old" and "new" count complete checkpoints, "lost" those that do not load or have values of both. Here, DCP
-also saves into the directory of the last checkpoint, and overwrites its files. To avoid losing it, users of DCP save
-each checkpoint into a new directory, and must find the last complete one and delete the others themselves.
+"old" and "new" count complete checkpoints, "lost" those that do not load or have values of both. Here, DCP also saves
+into the directory of the last checkpoint, and overwrites its files. To avoid losing it, users of DCP save each
+checkpoint into a new directory, and must find the last complete one and delete the others themselves.
 """
 
 from __future__ import annotations

@@ -4,9 +4,10 @@ A step samples 8 completions of 64 tokens with transformers (`hf-generate`), com
 gradients with `rollout_logprobs`, takes an optimizer step, and refits the engine in the same process. Weights are
 random, in fp32. A real engine samples faster and receives weights more slowly.
 
-`no watch` calls `engine.refit` directly. `watch` compares log-probabilities, with neither probes nor digests. The
-other rows add digests of every tensor on both sides, or probes after each sync. All variants take turns in one process,
-on the same model. `again` repeats `no watch`: its ratio would be 1 on a machine without noise.
+`no watch` calls `engine.refit` directly. `watch` compares log-probabilities, with neither probes nor digests. The other
+rows add digests of every tensor on both sides, and the last row also probes (log-probabilities of fixed sequences after
+each refit). All variants take turns in one process, on the same model. `again` repeats `no watch`: its ratio would be 1
+on a machine without noise.
 
 Figures are CPU time of the process, because wall time on a shared machine also counts other processes. `in watch` is
 the share of a step that the watch's own code takes: `before_update`, and `refit` without the engine's part. It has less

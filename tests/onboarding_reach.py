@@ -32,7 +32,7 @@ MAPPINGS = (
 
 
 NOT_REGISTERED: Mapping[str, str] = {
-    "BigBirdForCausalLM": "attends in both directions above 704 tokens, until a shorter sequence changes its attention",
+    "BigBirdForCausalLM": "attends in both directions above 704 tokens; a shorter sequence changes that for good",
     "DiffusionGemmaForBlockDiffusion": "denoises blocks of tokens and has no next-token loss",
     "FastVlmForConditionalGeneration": "its vision tower comes from timm; the form of its images is not known",
     "Gemma4AssistantForCausalLM": "drafts for another model and reads that model's hidden states",

@@ -30,9 +30,9 @@ def lacks(*features: str) -> dict[str, str]:
 
 LAYOUTS = LEFT, RIGHT, PACKED, CACHED = ("left padding", "right padding", "packed sequences", "cached decoding")
 """All sequence layouts except a single unpadded sequence."""
-NEEDS_IMAGES = dict.fromkeys(LAYOUTS, "transformers' class takes no text without an image")
+NEEDS_IMAGES = dict.fromkeys(LAYOUTS, "transformers' class does not run on text without an image")
 """For models that describe images: the text-only tests do not apply."""
-NEEDS_AUDIO = dict.fromkeys(LAYOUTS, "transformers' class takes no text without audio")
+NEEDS_AUDIO = dict.fromkeys(LAYOUTS, "transformers' class does not run on text without audio")
 """For models that hear a stretch of audio with each token: the text-only tests do not apply."""
 READS_APART = dict.fromkeys(LAYOUTS, "the encoder reads the prompt and the decoder writes a separate sequence")
 """For encoder-decoder models: tests with a single sequence, read and continued, do not apply."""

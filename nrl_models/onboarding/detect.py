@@ -124,7 +124,7 @@ def detect(model_class: type[PreTrainedModel], overrides: Mapping[str, Any] | No
         except Exception as error:
             if not multimodal:
                 raise
-            fields["note"] = f"takes no text alone: {one_line(error)}"  # for example, it describes images
+            fields["note"] = f"does not run on text alone: {one_line(error)}"  # for example, it describes images
         if multimodal:
             step = DetectionStep.MEDIA
             inputs = inputs_for(model)

@@ -13,7 +13,7 @@ FORWARD = (
         handling="If there are images, nrl_models derives the token types from the token IDs.",
         code=("nrl_models.common.forward.token_types:with_token_types",),
         probe="differential",
-        asks="transformers computes a batch with images differently without token types",
+        asks="transformers computes a batch with images differently if token types are missing",
         sources=("https://github.com/NVIDIA-NeMo/RL/pull/2224",),
     ),
     Quirk(

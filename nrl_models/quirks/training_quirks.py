@@ -7,7 +7,7 @@ from nrl_models.quirks.quirk import Quirk
 TRAINING = (
     Quirk(
         name="shared-kv-reentrant-checkpointing",
-        symptom="With reentrant activation checkpointing, layers whose keys and values are shared silently get no "
+        symptom="With reentrant activation checkpointing, layers that share their keys and values silently get no "
         "gradient.",
         where=("trainer",),
         applies=predicates.shares_keys_and_values,
@@ -67,9 +67,9 @@ TRAINING = (
     ),
     Quirk(
         name="routing-flips",
-        symptom="If two router scores are almost equal, an MoE model may choose other experts in the engine, or when "
-        "activation checkpointing recomputes, than in the trainer's forward. Gradients then belong to a different "
-        "computation.",
+        symptom="If two router scores are almost equal, an MoE model may choose different experts in the engine than "
+        "in the trainer's forward. The same can happen when activation checkpointing recomputes the forward; gradients "
+        "then belong to a different computation.",
         where=("trainer", "engine"),
         applies=predicates.has_experts,
         handling="`record_routing` records the experts chosen in a forward. `replay_routing` uses them again in "

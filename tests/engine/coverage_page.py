@@ -33,7 +33,7 @@ MEANINGS = {
     "agrees": "agree, after both refits",
     "agrees as loaded": "agree with the weights read from files, and cannot be refitted",
     "not decided": f"not decided: their errors exceed {THRESHOLD}, but rounding in bf16 causes errors of this size",
-    "disagrees": "disagree: the verdict says which side is wrong",
+    "disagrees": "disagree: the table has the first difference, or the cause if it is known",
     "not run": "cannot be run here",
 }
 ORDER = tuple(MEANINGS)

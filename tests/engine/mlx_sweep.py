@@ -66,7 +66,7 @@ def pages(records: Mapping[str, Record], everything: list[str]) -> dict[Path, st
         "mlx-lm supports.",
         "",
         f"Each is tested as with vLLM; the bound is {BOUND}. After both refits, another MLX process reads the",
-        "trainer's weights from files. Its log-probabilities must be equal bit for bit.",
+        "trainer's weights from files. Its log-probabilities must equal those of the refitted process bit for bit.",
     ]
     return pages_with("MLX", intro, records, everything, causes=LIMITS, obstacles=MLX)
 

@@ -45,7 +45,7 @@ def _unread(key: str, part: str = "configuration") -> str:
 SPARSE = "vLLM has no sparse attention for CPUs"
 SOFTMAX = "vLLM's experts on CPUs support only softmax scores"
 FLASH = "vLLM's sparse attention requires FlashAttention"
-IMAGES_REQUIRED = "tiny models are built by a forward pass on text, which its class does not support"
+IMAGES_REQUIRED = "building one includes a forward pass on text alone, which its class does not support"
 SCAN = "vLLM's build for CPUs lacks the kernel `selective_scan_fwd`"
 NUMBER = "vLLM expects a number where transformers' configuration has a list"
 
@@ -126,7 +126,7 @@ MLX = {
     "MiniCPM3ForCausalLM": "mlx-lm reads a group of settings that is None in the configuration",
     "MiniMaxForCausalLM": _required("shared_intermediate_size", "rotary_dim"),
     "MiniMaxM2ForCausalLM": _required("shared_intermediate_size"),
-    "Mistral4ForCausalLM": "its class adds two tensors of different sizes at the tiny size",
+    "Mistral4ForCausalLM": "its forward pass adds two tensors, whose sizes do not match at the tiny size",
     "MuseGlimmerForConditionalGeneration": "mlx-lm has no vision tower for it",
     "MuseSparkForConditionalGeneration": "mlx-lm's kernel needs an Apple GPU",
     "NanoChatForCausalLM": MLX_NAMES,

@@ -26,7 +26,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from nrl_models.consistency.cells import NOISE_FACTOR
+from nrl_models.consistency.cells import NOISE_FACTOR, THRESHOLD
 from tests.engine.coverage_page import MEASURED, ORDER, pages_with, write_pages
 from tests.engine.obstacles import VLLM, Stage
 from tests.engine.published import BOUND
@@ -198,10 +198,14 @@ def pages(records: Mapping[str, Record], everything: list[str]) -> dict[Path, st
         "",
         f"The bound is {BOUND} in fp32. If vLLM only has kernels in bf16, both sides run in bf16, and the bound after",
         f"each refit is `1 + {NOISE_FACTOR:g} * (noise floor - 1)`, with the trainer's",
-        "[noise floor](consistency.md#the-noise-floor). Rounding can also change the choice of experts. Therefore an",
-        "error above its bound still counts as rounding if neither side differs from transformers in fp64 by more than",
-        "twice the error of transformers in bf16. If vLLM's own class fails, transformers' class is also tested in",
-        "vLLM (`model_impl=transformers`).",
+        "[noise floor](consistency.md#the-noise-floor). In bf16, two more rules apply:",
+        "",
+        "- An error above its bound still counts as rounding if trainer and engine each differ from transformers in",
+        "  fp64 by at most twice as much as transformers in bf16 does. Rounding can change the choice of experts.",
+        f"- An error above {THRESHOLD} never counts as agreement. If it is within its bound, or counts as rounding,",
+        '  the architecture is "not decided".',
+        "",
+        "If vLLM's own class fails, transformers' class is also tested in vLLM (`model_impl=transformers`).",
     ]
     causes = {name: limit.reason for name, limit in LIMITS.items()}
     return pages_with("vLLM", intro, records, everything, causes=causes, obstacles=VLLM)

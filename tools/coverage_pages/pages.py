@@ -142,7 +142,8 @@ def _index(rows: Sequence[Row], records: Records, tests: Mapping[str, GeneratedT
             "layers other than attention, for example recurrent ones.",
             "",
             "`python -m tools.coverage_pages --kind moe --feature TP --feature 'packed sequences'` lists the "
-            "architectures of a kind with these features, and `--feature TP=raises` those with another result.",
+            "architectures of a kind with these features, and `--feature TP=raises` lists those for which TP raises "
+            "an error.",
             "",
             "## Architectures",
             "",
@@ -174,8 +175,8 @@ def _mutants_summary(records: Records) -> list[str]:
     applicable = sum(outcome.applicable for outcome in mutants.values())
     survivors = [f"{name} ({', '.join(outcome.survived)})" for name, outcome in mutants.items() if outcome.survived]
     return [
-        f"{len(CATALOG)} known bugs were injected, one at a time, into each of {len(mutants)} architectures that they "
-        f"apply to: {applicable:,} cases. The generated tests found "
+        f"Each of {len(CATALOG)} known bugs was injected, one at a time, into those of the {len(mutants)} "
+        f"architectures that it applies to: {applicable:,} cases. The generated tests found "
         + (f"{killed:,} of them. Survivors: {'; '.join(survivors)}." if survivors else "all of them."),
         "",
     ]

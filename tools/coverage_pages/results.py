@@ -25,6 +25,7 @@ FOLDER = "results"
 WIDTH = 110
 """Maximum line width for a JSON value on one line."""
 
+Key = TypeVar("Key")
 Value = TypeVar("Value")
 
 
@@ -175,9 +176,9 @@ def all_versions(records: Iterable[Record]) -> str:
     return versions_text({name: " and ".join(sorted(set(numbers))) for name, numbers in found.items()})
 
 
-def grouped(pairs: Iterable[tuple[str, Value]]) -> dict[str, list[Value]]:
+def grouped(pairs: Iterable[tuple[Key, Value]]) -> dict[Key, list[Value]]:
     """Group the second items of pairs by the first items, in their order."""
-    found: dict[str, list[Value]] = {}
+    groups: dict[Key, list[Value]] = {}
     for key, value in pairs:
-        found.setdefault(key, []).append(value)
-    return found
+        groups.setdefault(key, []).append(value)
+    return groups

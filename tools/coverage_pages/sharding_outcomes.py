@@ -14,7 +14,7 @@ FEATURES = {
     Kind.FSDP: "FSDP2",
     Kind.TP: "TP",
     Kind.EP: "EP",
-    Kind.COMPILED: "compiled",
+    Kind.COMPILED: "compiled EP",
     Kind.PP: "PP",
     Kind.QLORA: "QLoRA",
 }
@@ -24,7 +24,7 @@ MEANINGS = {
     Kind.FSDP: "loads on two processes; exported weights, and the loss and gradients of a step, match a single process",
     Kind.TP: "the same with tensor parallelism",
     Kind.EP: "the same with expert parallelism; only models with experts",
-    Kind.COMPILED: "a step with one compiled layer of each kind with experts, over EP and TP, matches a single process",
+    Kind.COMPILED: "a step over EP and TP, with one layer of each kind with experts compiled, matches one process",
     Kind.PP: "a step on two pipeline stages (1F1B) matches a single process; only models that generate",
     Kind.QLORA: "training LoRA adapters on a 4-bit checkpoint matches transformers' class",
 }
@@ -86,6 +86,12 @@ class ShardingOutcome:
         text = " ".join(self.reason.split())
         return text if len(text) <= MOST else f"{text[:MOST]} …"
 
+    @property
+    def quoted(self) -> str:
+        """The summary as code in Markdown, because it is the text of an error."""
+        text = self.summary.replace("`", "'")
+        return f"`{text}`"
+
 
 def verdicts(records: Records, architecture: str) -> dict[str, Verdict]:
     """Return the verdict of each sharding feature."""
@@ -118,13 +124,13 @@ def reasons(records: Records, architectures: Iterable[str], labels: Mapping[str,
     )
     lines = grouped(
         (
-            f"{feature} {Verdict.RAISES if outcome.status == Status.REFUSED else outcome.status}: {outcome.summary}",
+            (f"{feature} {Verdict.RAISES if outcome.status == Status.REFUSED else outcome.status}", outcome.quoted),
             (labels or {}).get(name, name),
         )
         for feature, name, outcome in tried
         if outcome.status != Status.AGREES
     )
-    return [f"{line} ({', '.join(names)})" for line, names in lines.items()]
+    return [f"{verdict} ({', '.join(names)}): {message}" for (verdict, message), names in lines.items()]
 
 
 def summary(records: Records, architectures: Iterable[str]) -> list[str]:

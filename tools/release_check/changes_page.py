@@ -44,18 +44,19 @@ def page(
         f"- {len(rows)} changes: {', '.join(f'{count} {kind}' for kind, count in sorted(counts.items())) or 'none'}",
         f"- reported regressions found: {share(result.recall)} "
         f"({len(result.found)} of {visible}; {len(result.unseen)} others cannot be found by this replay: they need a "
-        "GPU, or start and end outside these releases)",
+        "GPU, or no release in this range introduced or fixed them)",
         f"- false alarms: {share(result.false_alarm_rate)} ({result.false_alarms} of {result.alarms})",
         "",
         "The checks were written after these reports. So the share of regressions found does not predict how many "
-        "unknown regressions they find. A change counts as a false alarm if its judgment says so, or if it has no "
-        "judgment and no function that the class uses differs.",
+        "unknown regressions they find. A change counts as a false alarm if its judgment says so. Without a "
+        "judgment, it counts as one if no function that the class uses has changed.",
         "",
         "## Changes",
         "",
         "A row is one change of transformers and all results that it changed. It lists the first release in which a "
         "result changed. There are several if the classes were not recorded on the same releases. The column "
-        "`upstream` lists functions that differ between the compared releases.",
+        "`change` has the kinds of results that changed, in parentheses the checks that found them, and an example or "
+        "the largest difference. The column `upstream` lists functions that differ between the compared releases.",
         "",
         "| release | compared with | classes | change | upstream | judgment |",
         "|---|---|---|---|---|---|",

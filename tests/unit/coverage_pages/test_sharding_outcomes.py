@@ -35,14 +35,14 @@ def test_verdicts_and_reasons() -> None:
         "FSDP2": "yes", "TP": "raises", "EP": "n/a", "compiled": "n/a", "PP": "n/a", "QLoRA": "limited"
     }  # fmt: skip
     assert sharding_outcomes.verdicts(recorded, "NovaMoeForCausalLM") == {
-        "FSDP2": "fails", "TP": "raises", "EP": "fails", "compiled": "n/a", "PP": "yes", "QLoRA": "not tested"
+        "FSDP2": "fails", "TP": "raises", "EP": "fails", "compiled EP": "n/a", "PP": "yes", "QLoRA": "not tested"
     }  # fmt: skip
     assert set(sharding_outcomes.verdicts(recorded, "Other").values()) == {"not tested"}
     assert sharding_outcomes.reasons(recorded, ["NovaForCausalLM", "NovaMoeForCausalLM", "Other"]) == [
-        "TP raises: plan: NovaForCausalLM: has no tensor-parallel plan (NovaForCausalLM, NovaMoeForCausalLM)",
-        "QLoRA limited: no linear (NovaForCausalLM)",
-        "FSDP2 disagrees: loss (NovaMoeForCausalLM)",
-        "EP error: KeyError: 1 (NovaMoeForCausalLM)",
+        "TP raises (NovaForCausalLM, NovaMoeForCausalLM): `plan: NovaForCausalLM: has no tensor-parallel plan`",
+        "QLoRA limited (NovaForCausalLM): `no linear`",
+        "FSDP2 disagrees (NovaMoeForCausalLM): `loss`",
+        "EP error (NovaMoeForCausalLM): `KeyError: 1`",
     ]
     row = next(line for line in sharding_outcomes.summary(recorded, NAMES) if line.startswith("| FSDP2 |"))
     assert row.startswith("| FSDP2 | 1 | 0 | 0 | 1 | 1 | 0 | loads on two processes")

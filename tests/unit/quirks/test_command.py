@@ -74,7 +74,9 @@ def test_family_page_lists_quirks_with_expiry() -> None:
     lines = page_lines({name: class_subject(registry.model_class(name)) for name in names})
     (types,) = [line for line in lines if line.startswith("- [token-types](../quirks.md#token-types)")]
     assert "(Gemma3ForConditionalGeneration):" in types
-    assert types.endswith("Exists while transformers computes a batch with images differently without token types.")
+    assert types.endswith(
+        "This quirk exists as long as transformers computes a batch with images differently if token types are missing."
+    )
     assert any(
         line.startswith("- [engine-dummy-buffers](../quirks.md#engine-dummy-buffers): ")
         and "Fixed in vllm>=0.9.2" in line
