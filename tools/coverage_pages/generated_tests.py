@@ -49,7 +49,7 @@ class GeneratedTests:
     def of(cls, architecture: str, rows: Sequence[Row]) -> GeneratedTests:
         """Collect the outcomes of a run that tested an architecture."""
         config = FamilyCase(registry.model_class(architecture)).config  # type: ignore[arg-type]
-        features = grouped((verdict_of(rows, feature), feature) for feature in FEATURES)
+        features = grouped((str(verdict_of(rows, feature)), feature) for feature in FEATURES)
         features.pop(Verdict.NOT_APPLICABLE, None)
         return cls(
             config.model_type,
