@@ -51,7 +51,7 @@ def load_sharded(rows: Sequence[Row]) -> str:
 
 
 def save(rows: Sequence[Row]) -> str:
-    regular, resume = (of(rows, "waiting / peer", what=name) for name in ("save_pretrained", "save_checkpoint"))
+    regular, resume = (of(rows, "with fsync / peer", what=name) for name in ("save_pretrained", "save_checkpoint"))
     return (
         f"With fsync, `save_pretrained` takes {span(regular)} times transformers' time, and `save_checkpoint` "
         f"{span(resume)} times that of `torch.save`. Both baselines run without fsync."

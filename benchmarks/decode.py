@@ -1,8 +1,9 @@
-"""Compare greedy decoding of combined and separate models with transformers, for a batch of one sequence.
+"""Compare greedy decoding with transformers, for a batch of one sequence.
 
-The model has the shape of SmolLM2-135M and random weights. It decodes 64 tokens from a prompt of 16. Each of several
-subprocesses builds every contender with the same weights, and the contenders take turns decoding the same tokens.
-Ratios are of tokens per second, so above 1 is faster than transformers. They are medians over all turns.
+`combined` is nrl_models with fused projections (`combine=True`), `separate` is nrl_models without. The model has the
+shape of SmolLM2-135M and random weights. It decodes 64 tokens from a prompt of 16. Each of several subprocesses builds
+every contender with the same weights, and the contenders take turns decoding the same tokens. Ratios are of tokens per
+second, so above 1 is faster than transformers. They are medians over all turns.
 
 The memory addresses of the weights make a model some percent faster or slower for the lifetime of the process.
 Therefore each process builds the models in another order. A second transformers model is compared with the first: their
@@ -68,7 +69,7 @@ def main() -> None:
         for run in range(options.runs):
             at = run % len(NAMES)
             turns += child(MEASURE, ",".join(NAMES[at:] + NAMES[:at]), dtype, device, "1")
-        row: Row = {"dtype": dtype, "tokens/s": NEW / median(turn["transformers"] for turn in turns)}
+        row: Row = {"dtype": dtype, "transformers, tokens/s": NEW / median(turn["transformers"] for turn in turns)}
         for name in NAMES[1:]:
             row[f"{name} / transformers"] = median(turn[name] / turn["transformers"] for turn in turns)
         rows.append(row)

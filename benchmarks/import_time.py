@@ -33,7 +33,7 @@ def main() -> None:
             "command": name,
             "seconds": median(times[name][1:]),
             "limit, s": limit or "",
-            "of `import torch`": median(times[name][1:]) / torch_time,
+            "relative to `import torch`": median(times[name][1:]) / torch_time,
         }
         for name, (_, limit) in COMMANDS.items()
     ]

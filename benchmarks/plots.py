@@ -60,7 +60,7 @@ PLOTS = {
     ),
     "save": Plot(
         {"what": "{}"},
-        {"without waiting / peer": "without fsync", "waiting / peer": "with fsync"},
+        {"without fsync / peer": "without fsync", "with fsync / peer": "with fsync"},
         "time / transformers' or torch.save's",
     ),
     "combine": Plot(

@@ -106,14 +106,14 @@ def main() -> None:
 
 def _row(what: str, measured: dict[str, list[Row]]) -> Row:
     row: Row = {"what": what}
-    row |= {"peer, s": median(measured["peer"], "seconds"), "without waiting, s": median(measured["ours"], "seconds")}
-    row["waiting, s"] = median(measured["waiting"], "seconds")
+    row |= {"peer, s": median(measured["peer"], "seconds"), "without fsync, s": median(measured["ours"], "seconds")}
+    row["with fsync, s"] = median(measured["waiting"], "seconds")
     seconds = {name: [run["seconds"] for run in runs] for name, runs in measured.items()}
-    row["without waiting / peer"] = median_ratio(seconds["ours"], seconds["peer"])
-    row["waiting / peer"] = median_ratio(seconds["waiting"], seconds["peer"])
+    row["without fsync / peer"] = median_ratio(seconds["ours"], seconds["peer"])
+    row["with fsync / peer"] = median_ratio(seconds["waiting"], seconds["peer"])
     row["null ratio"] = null_ratio(seconds["peer"])
     if "against" in seconds:
-        row["without waiting / other checkout"] = median_ratio(seconds["ours"], seconds["against"])
+        row["without fsync / other checkout"] = median_ratio(seconds["ours"], seconds["against"])
     return row
 
 

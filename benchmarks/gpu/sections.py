@@ -87,16 +87,17 @@ SECTIONS = (
         "Extra memory and time of one pass from the last hidden states to log-probabilities. `full logits` computes "
         "all logits in the dtype of the row, and their log-softmax in fp32. `nrl_models, loss` receives the loss "
         "function (`token_logprobs(..., loss=...)`), so it computes gradients in the same pass as log-probabilities. "
-        "`full logits again` repeats the baseline; its ratio shows the measurement noise.",
+        "`transformers` is its loss function for language models. `full logits again` repeats the baseline; its ratio "
+        "shows the measurement noise.",
     ),
     Section(
         "load",
         "Loading to the device",
         "loading",
         90,
-        "Loading a bf16 checkpoint from a warm page cache to the device, relative to transformers, and to only "
-        "reading the same bytes and copying them through pinned memory. `transformers, again` repeats the baseline; "
-        "its ratio shows the measurement noise.",
+        "Time to load a bf16 checkpoint from a warm page cache to the device. It is compared with two baselines: "
+        "transformers, and only reading the same bytes and copying them through pinned memory. `transformers, again` "
+        "repeats the baseline; its ratio shows the measurement noise.",
     ),
     Section(
         "refit",
@@ -104,8 +105,9 @@ SECTIONS = (
         "export",
         60,
         "`iter_export` sends every weight to a consumer, which copies it into its own memory: on the device, or in "
-        "pinned memory of the host. Time is relative to one copy of as many bytes, and to one copy of each tensor. "
-        "`one copy, again` repeats the baseline.",
+        "pinned memory of the host. `in buckets` collects tensors in buckets on the device first; `through pinned "
+        "buckets` collects them in pinned memory of the host. Time is relative to one copy of as many bytes, and to "
+        "one copy of each tensor. `one copy, again` repeats the baseline.",
     ),
     Section(
         "determinism",

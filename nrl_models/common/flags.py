@@ -31,7 +31,7 @@ class ModelFlag(Flag):
 
 
 MEANINGS = {
-    ModelFlag.SKIP_DTENSOR_TIED_WEIGHTS_CHECK: "a trainer skips DTensor's check of tied weights",
+    ModelFlag.SKIP_DTENSOR_TIED_WEIGHTS_CHECK: "trainers that refuse to shard tied embeddings may shard this model",
     ModelFlag.VLLM_LOAD_FORMAT_AUTO: "vLLM starts on the checkpoint's weights, not on random ones",
 }
 """Each flag in a few words."""

@@ -106,7 +106,7 @@ TRAINING = (
         code=("nrl_models.diagnostics.embeddings:diagnose_embeddings",),
         off="do not pass `--reinitialize`",
         probe="behavioral",
-        asks="a row of zeros gets ten times the gradient of other rows",
+        asks="an embedding row of zeros, as an untrained row may be, gets ten times the gradient of other rows",
     ),
     Quirk(
         name="fused-out-projection",

@@ -130,8 +130,9 @@ def pages(records: Mapping[str, Record], everything: list[str]) -> dict[Path, st
         "run.",
         "",
         f"The bound is {BOUND} for decode and prefill. If vLLM only has kernels in bf16, the bound follows from the",
-        "noise floor, which is large if rounding changes the choice of experts. If prompts disagree, the reason",
-        "names the [first difference](images.md#the-first-difference), and its cause if it is known.",
+        "noise floor, which is large if rounding changes the choice of experts. If trainer and engine disagree on a",
+        "prompt, the reason names the [first difference](images.md#the-first-difference), and its cause if it is",
+        "known.",
     ]
     measured = {"refitted": "error"}
     return pages_with("vLLM with images", intro, records, everything, IMAGE_MEANINGS, measured, CAUSES, IMAGES)

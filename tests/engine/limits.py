@@ -81,7 +81,7 @@ LIMITS: dict[str, Limit] = {
         status=DISAGREES,
         module="model.per_layer_projection_norm",
         pattern=Pattern.SCALED,
-        reason="the input of vLLM's `per_layer_model_projection` is too large by a factor of sqrt(hidden_size)",
+        reason="vLLM does not multiply the result of `per_layer_model_projection` by `hidden_size**-0.5`",
     ),
     "HrmTextForCausalLM": Limit(
         status=DISAGREES,

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from nrl_models import families, registry
+from nrl_models.common import flags as model_flags
 from nrl_models.onboarding.inspect import combined_groups
 from nrl_models.testing.features import FEATURES
 from tools.checkout import PAGES
@@ -240,7 +241,7 @@ def _family_page(family: str, rows: Sequence[Row], records: Records, tests: Mapp
             group + ("" if len(names) == len(subjects) else f" ({', '.join(names)})") for group, names in groups.items()
         )
         or ["None: the Hub layout is already fused, or no linears share an input."],
-        "Flags for trainers": [", ".join(f"`{flag}`" for flag in flags)] if flags else [],
+        "Flags for trainers": [f"`{flag}`: {model_flags.MEANINGS[model_flags.ModelFlag[flag]]}." for flag in flags],
         "Quirks": [
             *(page_lines(subjects) or ["No quirks are specific to this family."]),
             "",
