@@ -125,8 +125,8 @@ def refit(rows: Sequence[Row]) -> str:
     (bucketed,) = (name for name in ratios if name.startswith("iter_export,"))
     size = bucketed.removeprefix("iter_export, ").removesuffix(" at a time")
     return (
-        f"`iter_export` takes {ratios['iter_export']:.2f} times one copy of the weights, "
-        f"and {ratios[bucketed]:.1f} times in buckets of {size}."
+        f"`iter_export` takes {ratios['iter_export']:.2f} times as long as one copy of the weights, "
+        f"and {ratios[bucketed]:.1f} times as long in buckets of {size}."
     )
 
 

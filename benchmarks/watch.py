@@ -11,7 +11,8 @@ on a machine without noise.
 
 Figures are CPU time of the process, because wall time on a shared machine also counts other processes. `in watch` is
 the share of a step that the watch's own code takes: `before_update`, and `refit` without the engine's part. It has less
-noise than `ratio`. Digests are computed in the engine's part: only `ratio` shows them.
+noise than `ratio`. Digests are computed in the engine's part: only `ratio` shows them. `ratio` is the median over the
+turns of a row's time divided by that of `no watch` in the same turn.
 """
 
 from __future__ import annotations

@@ -37,8 +37,7 @@ FORWARD = (
         handling="nrl_models builds the masks with position IDs.",
         code=("nrl_models.family:FamilyModel.rewrites",),
         probe="behavioral",
-        asks="packed documents attend to each other in transformers, even without a mask, where it separates "
-        "documents by their position IDs",
+        asks="packed documents with separate position IDs attend to each other in transformers without a mask",
     ),
     Quirk(
         name="text-output-without-images",
@@ -60,8 +59,7 @@ FORWARD = (
         handling="Position IDs of text are passed as four rows per sequence. The first has the text positions.",
         code=("nrl_models.common.forward.mrope:PackedTextPositions",),
         probe="behavioral",
-        asks="packed documents attend to each other in transformers, even without a mask, where it separates "
-        "documents by their position IDs",
+        asks="packed documents with separate position IDs attend to each other in transformers without a mask",
     ),
     Quirk(
         name="image-masks-in-packed-rows",
@@ -86,8 +84,7 @@ FORWARD = (
         handling="Each document runs through such a layer or decoder separately.",
         code=("nrl_models.common.documents.layers:ByDocument",),
         probe="behavioral",
-        asks="packed documents affect each other in transformers, even without a mask, where it separates "
-        "documents by their position IDs",
+        asks="packed documents with separate position IDs affect each other in transformers without a mask",
     ),
     Quirk(
         name="mrope-stale-offsets",

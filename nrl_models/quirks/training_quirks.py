@@ -114,8 +114,8 @@ TRAINING = (
         "that module has no effect in training.",
         where=("forward", "trainer"),
         applies=predicates.fuses_out_projection,
-        handling="None. PEFT raises an error for `out_proj` of models it supports. For other models, pass "
-        "`target_modules` without `out_proj`.",
+        handling="None. For model types that PEFT knows, it raises an error if `target_modules` contains `out_proj`. "
+        "For other models, leave it out.",
         code=("nrl_models.testing.suite.test_model:test_lora",),
         off="nothing to disable",
         probe="source",

@@ -113,7 +113,7 @@ def summary_lines(
                 f", {needing} {'needs' if needing == 1 else 'need'} package versions that its environment does not have"
             )
         if without := stages[Stage.MODEL]:
-            lines[-1] += f", {without} {'has' if without == 1 else 'have'} no tiny model"
+            lines[-1] += f", {without} {'has' if without == 1 else 'have'} no usable tiny model"
     lines += [f"- not tested yet: {', '.join(missing)}"] if missing else []
     lines += ["", f"[All {len(records)} results](engine-coverage/{ENGINES[engine]}.md)", ""]
     failed = [name for name in by_outcome(records) if records[name].outcome["status"] in FAILING]
@@ -217,7 +217,8 @@ def short_reason(outcome: Mapping[str, Any], cause: str = "") -> str:
     facts = [shortened(fact, MAX_FACT_LENGTH) for fact in facts_of(outcome)]
     if not facts and not cause:
         note = Facts.from_json(content).note if (content := outcome.get("facts")) else ""
-        facts = [shortened(note or " ".join(outcome["reason"].split()), MAX_FACT_LENGTH)]
+        text = note and f"cause unknown: {note[0].lower()}{note[1:]}"
+        facts = [shortened(text or " ".join(outcome["reason"].split()), MAX_FACT_LENGTH)]
     text = ". ".join(sentence(fact) for fact in [*facts, cause] if fact)
     if (outcome.get("transformers") or {}).get("status") == "agrees":
         text += ". **Agrees with `model_impl=transformers`.**"

@@ -18,7 +18,7 @@ class Stage(StrEnum):
 
 
 WORDS = {
-    Stage.MODEL: "No tiny model",
+    Stage.MODEL: "No usable tiny model",
     Stage.START: "The engine does not start",
     Stage.RUN: "The engine fails",
 }

@@ -81,7 +81,7 @@ def test_summary_lists_counts_and_failures_only(pages: dict[str, str]) -> None:
     assert "\n- 4 disagree" in summary
     assert (
         "- 3 cannot be run here: the engine fails for 1, 1 needs package versions that its environment does not "
-        "have, 1 has no tiny model"
+        "have, 1 has no usable tiny model"
     ) in summary
     assert "- not tested yet: EForCausalLM" in summary
     assert "AForCausalLM" not in summary
@@ -96,10 +96,10 @@ def test_summary_contains_verdict_facts(pages: dict[str, str]) -> None:
         "if `sliding_window` were 9 and not 8. First difference between `model.layers.0.q` and `model.layers.0.o`. 3 "
         "of the engine's decode log-probabilities are NaN. Known. **Agrees with `model_impl=transformers`.** |"
     ) in rows
-    assert "| GForCausalLM | 2.0200 | Its modules cannot be compared: there are none |" in rows
+    assert "| GForCausalLM | 2.0200 | Cause unknown: its modules cannot be compared: there are none |" in rows
     assert r"| HForCausalLM | 2.0200 | A \| b |" in rows
-    assert "| IForCausalLM | 2.0200 | First difference: attention, tower |" in rows
-    assert "| BForCausalLM | No tiny model: its size is 7 |" in pages["engine-coverage.md"]
+    assert "| IForCausalLM | 2.0200 | First difference (differs by prompt): attention, tower |" in rows
+    assert "| BForCausalLM | No usable tiny model: its size is 7 |" in pages["engine-coverage.md"]
     assert "| DForCausalLM | The engine fails |" in pages["engine-coverage.md"]
     assert "| FForCausalLM | Needs transformers>=9 |" in pages["engine-coverage.md"]
 
@@ -110,7 +110,7 @@ def test_engine_page_lists_every_result(pages: dict[str, str]) -> None:
     settings = "With `model_impl=transformers`: agrees, 1.0000000."
     link = "[JSON](certificates/vllm/CForCausalLM.json)"
     assert f"| CForCausalLM | disagrees | 2.0200 |  |  | {settings} | {link} | The refit does not write" in page
-    assert "| BForCausalLM | No tiny model: its size is 7 | `no tiny model: ValueError: 7 is not a size` |" in page
+    assert "| BForCausalLM | No usable tiny model: its size is 7 | `no tiny model: ValueError: 7 is not a size` |" in page
     assert r"| `EngineError: vLLM failed: a \| b; from files: vLLM failed` |" in page
     assert "| FForCausalLM | Needs transformers>=9 |  |" in page
     assert page.index("CForCausalLM") < page.index("BForCausalLM") < page.index("AForCausalLM")
@@ -157,7 +157,7 @@ def test_a_wide_bound_is_not_decided(pages: dict[str, str]) -> None:
     assert decided(AGREES, 1.3994) == decided(AS_LOADED, 1.3994) == NOT_DECIDED
     assert decided(AGREES, 1.0443, None) == AGREES
     assert "- 1 not decided: their errors exceed 1.05" in pages["engine-coverage.md"]
-    assert "| JForCausalLM | 1.0700 | Bound after each refit: 1.2700. |" in pages["engine-coverage.md"]
+    assert "| JForCausalLM | refitted: 1.0700 (1.2700) |" in pages["engine-coverage.md"]
     agreeing = pages["vllm.md"].partition("## Architectures that agree")[2]
     assert "JForCausalLM" in pages["vllm.md"]
     assert "JForCausalLM" not in agreeing

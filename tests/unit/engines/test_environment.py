@@ -153,7 +153,7 @@ def test_environment_engine_invalid_samples_raise(
 class Worker(WorkerEngine):
     """An engine whose worker is replaced."""
 
-    name = who = "worker"
+    name = engine_name = "worker"
 
 
 @pytest.mark.parametrize(("answer", "message"), UNREADABLE)

@@ -48,7 +48,7 @@ class BigramEngine(WorkerEngine):
     """A bigram model in a subprocess."""
 
     name = "bigram"
-    who = "The worker"
+    engine_name = "The worker"
     module = "bigram_worker"
     distribution = "torch"
 
