@@ -79,7 +79,7 @@ def save(name: str, title: str, rows: list[Row], out: Path, notes: Sequence[str]
 def cell(value: Any) -> str:
     """Return a value as tables show it, with three significant digits."""
     if not isinstance(value, float):
-        return str(value)
+        return "" if value is None else str(value)
     return f"{float(f'{value:.3g}'):,.0f}" if 1000 <= abs(value) < 1e7 else f"{value:.3g}"
 
 

@@ -51,6 +51,10 @@ class OldAttribute:
         _warn(*self.names)
         return getattr(instance, self.new_name)
 
+    def __set__(self, instance: Any, value: Any) -> None:
+        _warn(*self.names)
+        setattr(instance, self.new_name, value)
+
 
 def _warn(old: str, new: str) -> None:
     warnings.warn(f"{old} was renamed to {new}; the old name goes with 0.3", DeprecationWarning, stacklevel=3)

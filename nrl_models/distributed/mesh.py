@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -204,7 +205,7 @@ def reporting_dead_ranks(action: str) -> Iterator[None]:
     try:
         yield
     except (RuntimeError, ValueError) as error:
-        if isinstance(error, NRLModelsError):
+        if isinstance(error, (NRLModelsError, torch.OutOfMemoryError)):  # of this rank
             raise
         detail = f"is gone, or did not come in time: {error}"
         problem = Problem(ProblemKind.RANK, "a rank that this one waited for", detail)

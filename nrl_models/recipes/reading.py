@@ -94,7 +94,7 @@ class _Reader:
 
     Attributes:
         problems: Problems so far.
-        given: Dotted keys that were set on the command line.
+        override_keys: Dotted keys that were set on the command line.
         metrics: Metrics that the run measures.
         keys: Dotted keys to suggest for unknown ones: those of the recipe's types, and those it has.
     """

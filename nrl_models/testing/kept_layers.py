@@ -25,7 +25,7 @@ class KeptLayers:
         sections: Keys that count consecutive layers and add up to all of them (`n_input_layers`, ...).
 
     Attributes:
-        kept: Numbers of the kept layers. Empty if the configuration has no number of layers.
+        indices: Numbers of the kept layers. Empty if the configuration has no number of layers.
         own_values: Separate values of kept layers, by their new number.
     """
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 
 import pytest
@@ -40,3 +41,7 @@ def test_renamed_attribute_warns(old: str, new: str) -> None:
     adapter = FamilyCase(registry.model_class("LlamaForCausalLM")).model().state_dict_adapter
     with pytest.deprecated_call(match=rf"\.{old} was renamed to \w+\.{new}"):
         assert getattr(adapter, old) is getattr(adapter, new)
+    adapter = copy.copy(adapter)
+    with pytest.deprecated_call(match=rf"\.{old} was renamed to \w+\.{new}"):
+        setattr(adapter, old, {})
+    assert getattr(adapter, new) == {}

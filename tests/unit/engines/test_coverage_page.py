@@ -110,7 +110,9 @@ def test_engine_page_lists_every_result(pages: dict[str, str]) -> None:
     settings = "With `model_impl=transformers`: agrees, 1.0000000."
     link = "[JSON](certificates/vllm/CForCausalLM.json)"
     assert f"| CForCausalLM | disagrees | 2.0200 |  |  | {settings} | {link} | The refit does not write" in page
-    assert "| BForCausalLM | No usable tiny model: its size is 7 | `no tiny model: ValueError: 7 is not a size` |" in page
+    assert (
+        "| BForCausalLM | No usable tiny model: its size is 7 | `no tiny model: ValueError: 7 is not a size` |" in page
+    )
     assert r"| `EngineError: vLLM failed: a \| b; from files: vLLM failed` |" in page
     assert "| FForCausalLM | Needs transformers>=9 |  |" in page
     assert page.index("CForCausalLM") < page.index("BForCausalLM") < page.index("AForCausalLM")
