@@ -6,8 +6,8 @@ sets of weights, which differ in all elements. "unchanged" sends the same weight
 hundred.
 
 The baselines are one copy of the weights into allocated memory, and vLLM's `reload_weights` in this process, from
-tensors in memory or from safetensors files in the page cache. By default, a refit compares digests of what was sent and
-what arrived. In a subprocess and over HTTP, a refit takes longer because the weights are first copied into shared
+tensors in memory or from safetensors files in the page cache. By default, a refit compares digests of the sent and the
+received tensors. In a subprocess and over HTTP, a refit takes longer because the weights are first copied into shared
 memory and hashed on both sides, and only then loaded by vLLM. Seconds are medians, and ratios are medians of the ratios
 of each round, so a ratio can differ from the quotient of two medians. The null ratio compares each measurement of the
 reload from memory with its next one. It would be 1 on a machine without noise.

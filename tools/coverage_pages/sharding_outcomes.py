@@ -84,7 +84,7 @@ class ShardingOutcome:
     def summary(self) -> str:
         """The reason on one line, truncated if it is long."""
         text = " ".join(self.reason.split())
-        return text if len(text) <= MOST else f"{text[:MOST]} …"
+        return text if len(text) <= MOST else f"{text[:MOST].rpartition(' ')[0]} …"
 
     @property
     def quoted(self) -> str:
