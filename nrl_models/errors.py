@@ -276,6 +276,10 @@ class EngineError(NRLModelsError, RuntimeError):
     """An inference engine is missing, rejected a request, returned no log-probabilities, timed out or died."""
 
 
+class EngineOptionError(EngineError):
+    """An inference engine does not have an option, or the option has an invalid value."""
+
+
 class EngineUnavailableError(EngineError):
     """An inference engine's package is not installed, or its server cannot be reached."""
 

@@ -24,6 +24,7 @@ from nrl_models.common.trust.servers import is_server
 from nrl_models.consistency.capsule.package_versions import versions
 from nrl_models.errors import (
     ConsistencyError,
+    EngineOptionError,
     NRLModelsError,
     RefitUnsupportedError,
     UnknownArgumentError,
@@ -266,7 +267,7 @@ def _reason_to_leave_out(
         return missing
     expected = check.seconds + check.loads * load_seconds
     if subject.deadline is not None and time.monotonic() + expected > subject.deadline:
-        return f"no time left: estimated at {expected:.0f} s"
+        return f"no time left: would take about {expected:.0f} s"
     return ""
 
 
@@ -279,6 +280,8 @@ def _run(check: Check, subject: CheckpointUnderTest) -> list[CheckResult]:
             results += check.run(subject)
     except with_engine.OutOfTimeError as error:
         results += _unreached(check, results, Status.LEFT_OUT, str(error))
+    except EngineOptionError:
+        raise
     except RefitUnsupportedError as error:
         results += _unreached(check, results, Status.LEFT_OUT, one_line(error))
     except (NRLModelsError, OSError) as error:

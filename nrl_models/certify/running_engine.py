@@ -27,7 +27,7 @@ from nrl_models.diagnostics.engine_checks import diagnose_max_model_len, diagnos
 from nrl_models.diagnostics.lengths import counting_prompt, fitting_lengths
 from nrl_models.engines.engine_types import Sample
 from nrl_models.engines.scores import final_scores, padded
-from nrl_models.errors import EngineError, EngineUnavailableError, listed, one_line
+from nrl_models.errors import EngineError, EngineOptionError, EngineUnavailableError, listed, one_line
 from nrl_models.inputs.images import takes_images
 from nrl_models.inputs.model_inputs import inputs_for
 from nrl_models.inputs.processors import load_processor
@@ -51,6 +51,8 @@ def engine_start(subject: CheckpointUnderTest) -> Iterator[CheckResult]:
     name = "engine start"
     try:
         known = subject.engine.capabilities()
+    except EngineOptionError:
+        raise
     except EngineUnavailableError as error:
         yield CheckResult(name, Status.NOT_DECIDED, one_line(error), compared=0, is_error=True)
         return

@@ -124,7 +124,8 @@ def _level(name: str, rows: list[ParityRow], divergences: list[str]) -> CheckRes
     if worst is None:
         return CheckResult(name, Status.NOT_DECIDED, "nothing was compared", compared=0)
     summary = f"{len(rows) - len(failed)} of {len(rows)} comparisons passed; "
-    summary += f"{worst.check}: {worst.measured}, expected: {worst.expected}"
+    summary += "failed: " if failed else "closest to its bound: "
+    summary += f"{worst.check}: {worst.measured} (expected: {worst.expected})"
     return CheckResult.of(
         name,
         [summary] if failed else [],

@@ -65,7 +65,7 @@ def duration(text: str) -> float:
 def check_name(text: str) -> str:
     """Parse the name of a check."""
     if text not in CHECK_NAMES:
-        raise typer.BadParameter(f"{text!r}{did_you_mean(text, CHECK_NAMES)}: expected a name that --help lists")
+        raise typer.BadParameter(f"{text!r}{did_you_mean(text, CHECK_NAMES)}: expected one of {', '.join(CHECK_NAMES)}")
     return text
 
 
@@ -258,7 +258,7 @@ def show_certificate(certificate: Certificate, *, verbose: bool) -> None:
 
 
 def _progress(name: str, results: Sequence[object], deadline: float | None) -> str:
-    left = "" if deadline is None else f", {max(0.0, deadline - time.monotonic()):.0f} s left"
+    left = "" if deadline is None else f", {max(0.0, deadline - time.monotonic()):.0f} s of the budget left"
     plural = "" if len(results) == 1 else "s"
     return f"checking {name} ({len(results)} result{plural} so far{left})"
 

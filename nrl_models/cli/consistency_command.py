@@ -46,6 +46,8 @@ from nrl_models.consistency import Data, Mode
 if TYPE_CHECKING:
     from nrl_models.consistency.consistency_report import ConsistencyReport
 
+NOT_ANALYZED = "cause not determined: only the first failing cells are analyzed"
+
 
 def consistency(
     context: typer.Context,
@@ -245,7 +247,7 @@ def consistency(
             show(f"{result.cell}: {line}")
         if not result.passed:
             show(f"{result.cell}: {'; '.join(result.problems)}")
-            show(result.verdict.summary if result.verdict else "not judged: earlier cells failed")
+            show(result.verdict.summary if result.verdict else NOT_ANALYZED)
     write_json(json_file, report.to_json())
     if markdown is not None:
         from nrl_models.common.checkpoint.writing import write_whole

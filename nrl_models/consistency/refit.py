@@ -322,11 +322,16 @@ class RefitChecker:
             ],
         }
 
+    @property
+    def unseen(self) -> str:
+        """Names the tensors whose old values would have no effect above the bound; empty if there are none."""
+        names = listed(self.not_observable)
+        return f"Old values would not show in: {names}" if names else ""
+
     def table(self) -> ResultTable:
         """Return a table with a row for each refit."""
         sides = (Comparison.DECODE, Comparison.PREFILL)
-        hidden = f". Not observable: {listed(self.not_observable)}" if self.not_observable else ""
-        table = ResultTable("refit", title=escape(self.title + hidden))
+        table = ResultTable("refit", title=escape(". ".join(filter(None, (self.title, self.unseen)))))
         for name in ("tensors", "MB", "seconds", "largest bucket, MB", "before the refit", *sides):
             table.add_column(name, justify="right")
         table.add_column("verdict")

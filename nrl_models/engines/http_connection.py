@@ -139,7 +139,8 @@ class ServerConnection:
             ) from error
         except (OSError, httpx2.HTTPError, httpx2.InvalidURL) as error:
             message = str(error) or type(error).__name__
-            raise EngineUnavailableError(str(check.error(f"cannot be reached, or has died: {message}"))) from error
+            text = f"cannot be reached, or has died: {message}. Is the server running?"
+            raise EngineUnavailableError(str(check.error(text))) from error
 
     async def _ask_all(self, method: str, path: str, contents: Sequence[bytes | None], limit: int) -> list[_Answer]:
         """Send requests and return the answers. The timeout covers everything up to the last byte of all."""

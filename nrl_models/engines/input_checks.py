@@ -12,7 +12,7 @@ import torch
 from nrl_models.common.forward.processor_outputs import contradictions, without_tokens
 from nrl_models.common.value_checks import is_integer
 from nrl_models.engines.engine_types import Capabilities, Tokens
-from nrl_models.errors import EngineError, did_you_mean, itemised, shown
+from nrl_models.errors import EngineError, EngineOptionError, did_you_mean, itemised, shown
 from nrl_models.logprobs.sampling import Sampling
 
 
@@ -77,7 +77,7 @@ def require_options(
         seed: A random seed of torch.
 
     Raises:
-        EngineError: If options are unknown or have invalid values. The message lists all of them.
+        EngineOptionError: If options are unknown or have invalid values. The message lists all of them.
     """
     wrong = []
     if names := [f"{name}{did_you_mean(name, known)}" for name in unknown]:
@@ -89,7 +89,7 @@ def require_options(
     if not is_integer(seed, *SEEDS):
         wrong.append(f"seed={shown(seed)}: expected a whole number from -2**63 to 2**64 - 1")
     if wrong:
-        raise EngineError("; ".join(wrong))
+        raise EngineOptionError("; ".join(wrong))
 
 
 def require_max_length(value: Any) -> None:

@@ -41,7 +41,7 @@ def plan_report(path: str | Path, setting: Setting, memory: float) -> PlanReport
         changes = remedies(config, setting, limit, rank_estimate.total_parameters)
         lines += [f"  fits with {change}: {with_unit(then.total)}" for change, then in changes.items()]
         if not changes:
-            lines.append("  does not fit with 256 times the ranks, --dtype bfloat16 and an eighth of --seq-len either")
+            lines.append("  256 times the ranks, --dtype bfloat16 and an eighth of --seq-len together would not fit")
         verdict = "\n".join(lines)
     if (longest := model_limit(config)) is not None and setting.seq_len > longest:
         verdict += f"\n--seq-len {setting.seq_len:,} exceeds the model's limit of {longest:,} tokens"

@@ -63,7 +63,7 @@ class PlanReport:
         table.add_column("")
         for name, remark in (ROWS_OF_STAGES if has_stages else ROWS).items():
             table.add_row(name, _rounded(self.figures[name] / size, total / size), remark)
-        table.add_row("total", _rounded(total / size, total / size), f"a device has {_limit(self.memory)}")
+        table.add_row("total", _rounded(total / size, total / size), f"a device has {_limit(self.memory)} (--memory)")
         sent = self.figures["traffic"] if self.ranks > 1 else {}
         for dimension, nbytes in sent.items():
             row = f"sent over {dimension}", _rounded(nbytes / size, total / size), "traffic per step of one micro-batch"

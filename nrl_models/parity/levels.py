@@ -235,7 +235,7 @@ def compare_gradients(
             f"gradients, {dtype_name(dtype)}",
             not missing and difference <= allowed,
             f"none for {missing[:4]}" if missing else f"max_diff {difference:.1e} in {len(expected)} tensors",
-            f"at most {allowed:.1e} there",
+            f"at most {allowed:.1e} in this tensor",
             f"worst: {worst}",
             Level.GRADIENTS,
             difference,

@@ -154,7 +154,7 @@ class ComparedTensors:
         elif self.same == self.compared:
             measured = SAME_BITS
         else:
-            measured = f"{self.times.rms:.2f} times, largest {self.times.largest:.2f} times"
+            measured = f"RMS error {self.times.rms:.2f} times transformers', largest {self.times.largest:.2f} times"
         where = self.differs[0] if self.differs else self.where
         return ParityRow(
             check,

@@ -117,7 +117,7 @@ class _Reader:
             import yaml
             from omegaconf import OmegaConf
         except ImportError as error:
-            raise EngineError("recipes need the package omegaconf: pip install omegaconf") from error
+            raise EngineError("recipes need the extra `train` (package omegaconf): pip install '.[train]'") from error
         try:
             with file.open("rb") as handle:
                 data = handle.read(MOST_BYTES + 1)

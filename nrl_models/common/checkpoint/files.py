@@ -294,7 +294,7 @@ class CheckpointFiles:
             return
         if handle is None:
             count = len(expected or ())
-            keys = f", which should hold {count} tensor{'s' if count > 1 else ''}" if count else ""
+            keys = f"; it should hold {count} tensor{'s' if count > 1 else ''}" if count else ""
             problems.append(Problem(ProblemKind.FILE, file, f"is missing{keys}"))
             return
         self._handles[file] = handle

@@ -164,7 +164,7 @@ class Contents:
         except (SafetensorError, OSError, CheckpointError) as error:
             if isinstance(error, CapsuleError):
                 raise
-            raise CapsuleError(f"{file} is damaged ({one_line(error)}): download it or write it again") from error
+            raise CapsuleError(f"{file} is not a capsule, or is damaged ({one_line(error)})") from error
         if metadata.get("digest") != _digest(text, tensors):
             raise CapsuleError(f"{file} is damaged (its digest does not match): download it or write it again")
         with reading(file):

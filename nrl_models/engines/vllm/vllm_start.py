@@ -7,6 +7,7 @@ import os
 from collections.abc import Collection
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
+from inspect import signature
 from pathlib import Path
 from typing import Any, get_args
 
@@ -19,7 +20,7 @@ from nrl_models.common.flags import ModelFlag
 from nrl_models.common.logs import get_logger
 from nrl_models.common.switches import is_off
 from nrl_models.engines.input_checks import require_max_length
-from nrl_models.errors import EngineError, EngineUnavailableError, one_line, shown
+from nrl_models.errors import EngineError, EngineOptionError, EngineUnavailableError, did_you_mean, one_line, shown
 from nrl_models.loading.read_config import read_config
 
 logger = get_logger(__name__)
@@ -109,6 +110,9 @@ def start_vllm(
     os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # for subprocesses; in this process, torch read it at import
     vllm = import_vllm()
+    known = [*vllm.EngineArgs.__dataclass_fields__, *signature(vllm.LLM).parameters]
+    if unknown := [f"{name}{did_you_mean(name, known)}" for name in options if name not in known]:
+        raise EngineOptionError(f"vllm has no option {', '.join(unknown)}")
     if (name := options.get("model_impl")) is not None:
         require_model_impl(str(name), get_args(import_module("vllm.config.model").ModelImpl))
     separate = multiprocessing

@@ -30,7 +30,7 @@ from nrl_models.certify.report import write_html
 from nrl_models.cli import app
 from nrl_models.consistency.measure import Measurement, Meter
 from nrl_models.engines.hf import HFEngine
-from nrl_models.errors import ConsistencyError, EngineError, UnknownArgumentError
+from nrl_models.errors import ConsistencyError, EngineError, EngineOptionError, UnknownArgumentError
 from nrl_models.testing.tiny import tiny_config
 from tests.unit.printed import unframed
 
@@ -498,3 +498,12 @@ def test_report_advice_only_for_failed_checks(tmp_path: Path) -> None:
 def test_invalid_budget_exits_with_usage_error(text: str, checkpoint: Path) -> None:
     result = CliRunner().invoke(app, ["certify", str(checkpoint), "--budget", text])
     assert result.exit_code == 2
+
+
+def test_unknown_engine_option_raises(checkpoint: Path, tmp_path: Path) -> None:
+    """It is a mistake of the caller, and says nothing about the model."""
+    with pytest.raises(EngineOptionError, match=r"no option max_lenght \(did you mean max_length\?\)"):
+        certify(
+            checkpoint, engine="hf-generate", engine_options={"max_lenght": 8}, only=("engine start",), out=tmp_path
+        )
+    assert not (tmp_path / "certificate.json").exists()

@@ -311,7 +311,7 @@ def test_missing_shard_raises(shards: Path) -> None:
     shard.unlink()
     error = require_checkpoint_error(shards)
     assert problems(error) == {("file", shard.name)}
-    assert f"is missing, which should hold {count} tensors" in str(error)
+    assert f"is missing; it should hold {count} tensors" in str(error)
 
 
 def test_truncated_shard_raises(shards: Path) -> None:

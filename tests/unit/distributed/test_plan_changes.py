@@ -64,7 +64,7 @@ def test_verdict_of_model_that_never_fits(tmp_path: Path) -> None:
     tiny_llama().save_pretrained(tmp_path)
     report = plan_report(tmp_path, Setting({"fsdp": 1}, seq_len=64), 1e-6)
     assert not report.fits
-    assert "does not fit with 256 times the ranks, --dtype bfloat16 and an eighth of --seq-len" in report.verdict
+    assert "256 times the ranks, --dtype bfloat16 and an eighth of --seq-len together would not fit" in report.verdict
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ def row(name: str, seconds: float, load: float = 1.0, decided: str = "yes") -> R
         "seconds": seconds,
         "CPU seconds": seconds / 2,
         "load": load,
-        "nothing left to decide": decided,
+        "family complete": decided,
     }
 
 
@@ -44,4 +44,4 @@ def test_timings_are_merged_into_file(tmp_path: Path, monkeypatch: pytest.Monkey
     (words,) = content["notes"]
     assert words.startswith("3 decoders")
     assert "Median: 20 s wall-clock time, 10 s CPU time" in words
-    assert words.endswith("2 of 3 had nothing left to decide.")
+    assert words.endswith("For 2 of 3, the generated family was complete: no question was left to the user.")

@@ -80,7 +80,7 @@ def test_gemma4_page_lists_the_kinds_of_its_variants() -> None:
     page = (PAGES / "gemma4.md").read_text()
     assert "| Gemma4ForCausalLM#26B-A4B | moe |" in page
     assert "| gemma4_text | dense, moe (26B-A4B) |" in page
-    assert "expert-parallel plan divides (Gemma4ForCausalLM in its default configuration; see its variants)" in page
+    assert "EP raises (Gemma4ForCausalLM in its default configuration; see its variants): " in page
 
 
 @since("5.15")  # older versions do not read all published keys
