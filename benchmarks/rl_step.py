@@ -6,16 +6,17 @@ the same prompt of 512 tokens and completions of 128.
 
 `transformers` runs one rollout per forward, padded to the longest of the batch as in TRL's trainers. It computes logits
 of the completions and TRL's `selective_log_softmax`, or the same formula if TRL is not installed. `again` repeats it:
-its ratio would be 1 on a machine without noise. `all at once` runs the complete batch padded. The nrl_models rows are
-`token_logprobs` with the loss, one rollout per call, and `rollout_logprobs`, which packs rollouts into rows and
-computes a shared prompt once (with `share_prompts=False`, once per rollout). All variants give the same loss and
-gradient. They take turns in one process, and ratios are medians over the turns.
+its ratio would be 1 on a machine without noise. `all at once` runs the complete batch padded. `ours, one at a time`
+calls `token_logprobs(..., loss=...)` with one rollout per call. `ours, packed` calls `rollout_logprobs`, which packs
+several rollouts into one sequence and computes a shared prompt once (with `share_prompts=False`, once per rollout). All
+variants give the same loss and gradient. They take turns in one process, and ratios are medians over the turns.
 
-Memory is the largest increase during the first step of a process, after gradients are allocated. `tokens/s` counts
-tokens of rollouts without padding. `share of matmul speed` is the step's operations per second, divided by those of the
-fastest matmul in the same process. The step's operations are six per token and active parameter, with the head on
-completions only and shared prompts once, without attention and recomputation. Growth is the time per token relative to
-the smallest number of rollouts of the same run: 1 is linear.
+Memory is measured in a separate process for each method. Gradients are allocated first; memory is the largest increase
+above that during the first step. `tokens/s` counts tokens of rollouts without padding. `share of matmul speed` is the
+step's operations per second, divided by those of the fastest matmul in the same process. The step's operations are six
+per token and active parameter, with the head on completions only and shared prompts once, without attention and
+recomputation. Growth is the time per token, divided by the time per token with the smallest number of rollouts that was
+measured on the same machine and day. If it is 1, time grows linearly.
 """
 
 from __future__ import annotations

@@ -166,7 +166,7 @@ def details_page(
         "Architectures that are not decided": table(
             ("architecture", *measured.values(), *end), [row(name, measured) for name in undecided]
         ),
-        "Architectures that were not run": table(
+        "Architectures that did not run": table(
             ("architecture", "reason", "error"),
             [(name, reasons[name], recorded_error(each)) for name, each in not_run.items()],
         ),
@@ -266,10 +266,11 @@ def conditions(outcome: Mapping[str, Any]) -> Iterator[str]:
     if (dtype := outcome.get("dtype", "float32")) != "float32":
         yield f"In {dtype}."
     if max(bounds := outcome.get("bounds", ()), default=BOUND) > BOUND:
-        yield f"Bound after each refit: {', '.join(f'{bound:.4f}' for bound in bounds)}."
+        yield f"Rounding can cause up to {', '.join(f'{bound:.4f}' for bound in bounds)} (after each refit)."
     if backend := outcome.get("transformers"):
         numbers = [backend[key] for key in (["loaded"] if backend["loaded"] else MEASURED) if backend[key]]
         number = f", {shown(max(numbers))}" if numbers else ""
-        yield f"With `model_impl=transformers`: {backend['status']}{number}."
+        status = {"not run": "cannot run"}.get(backend["status"], backend["status"])
+        yield f"With `model_impl=transformers`: {status}{number}."
     if options := outcome.get("options"):
         yield f"With vLLM's {', '.join(f'`{name}={value}`' for name, value in options.items())}."
