@@ -90,9 +90,10 @@ def memory(rows: Sequence[Row]) -> str:
     )
     theirs = of(rows, "peer's peak / model", call="RL step")
     return (
-        f"Beyond the model, loading takes {percent(loads)} of its size, `save_pretrained` {percent(saves)}, and "
-        f"`save_checkpoint` {percent(resumes)} of the state. An RL step with all rollouts at once takes "
-        f"{percent(steps)} of the model's size; transformers, one rollout at a time, takes {percent(theirs)}."
+        f"In addition to the model, loading needs {percent(loads)} of the model's size, and `save_pretrained` "
+        f"{percent(saves)}. `save_checkpoint` needs {percent(resumes)} of the training state's size. An RL step with "
+        f"all rollouts at once takes {percent(steps)} of the model's size; transformers, one rollout at a time, takes "
+        f"{percent(theirs)}."
     )
 
 

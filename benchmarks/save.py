@@ -1,9 +1,9 @@
 """Measure saving a model and a resumable checkpoint, with and without fsync.
 
 The baselines are transformers' `save_pretrained`, and `torch.save` of the model's and the optimizer's state. Neither
-calls fsync, and neither keeps the last checkpoint intact until the new one is complete. Each measurement is wall-clock
-seconds in a new process, in the current directory, of a save over an older one (for a tiny model, the median of 21
-saves). Imports and the first save do not count.
+calls fsync, and neither keeps the last checkpoint intact until the new one is complete. Each measurement is the
+wall-clock time of a save that overwrites an older one, in a new process and the current directory (for a tiny model,
+the median of 21 saves). Imports and the first save do not count.
 
 `NRL_MODELS_FSYNC=0` turns fsync off in nrl_models. `--against DIRECTORY` also measures another checkout of nrl_models,
 without fsync. The null ratio compares each measurement of the baseline with its next one. It would be 1 on a machine

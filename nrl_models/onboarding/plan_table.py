@@ -14,13 +14,13 @@ ROWS = {
     "parameters": "this rank's share",
     "gradients": "this rank's share",
     "optimizer": "this rank's share of AdamW's two states",
-    "gathered": "unsharded at the same time, with their gradients: two layers, embeddings and head",
+    "gathered": "two layers, embeddings and head, unsharded, with gradients",
     "activations": "of one micro-batch",
     "buffers": "on every rank",
 }
 
 ROWS_OF_STAGES = ROWS | {
-    "gathered": "unsharded at the same time: two layers, embeddings and head; all gradients of the stages",
+    "gathered": "two layers, embeddings and head, unsharded; all gradients of the stages",
     "activations": "of all micro-batches in flight",
 }
 """Descriptions with `pp`."""

@@ -53,8 +53,8 @@ TRAINING = (
         where=("trainer",),
         applies=predicates.ties_embeddings,
         handling="Both are sharded over the vocabulary, or both are replicated, so they remain one tensor. "
-        "Families whose models tie embeddings at every size have the flag "
-        "`ModelFlag.SKIP_DTENSOR_TIED_WEIGHTS_CHECK`.",
+        "If all sizes of a family tie their embeddings, its flag `ModelFlag.SKIP_DTENSOR_TIED_WEIGHTS_CHECK` tells "
+        "trainers that refuse to shard tied embeddings that they may shard this model.",
         code=(
             "nrl_models.distributed.parallel_plan:declared_tensor_plan",
             "nrl_models.distributed.parallelize:divide_model",

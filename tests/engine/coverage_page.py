@@ -266,7 +266,7 @@ def conditions(outcome: Mapping[str, Any]) -> Iterator[str]:
     if (dtype := outcome.get("dtype", "float32")) != "float32":
         yield f"In {dtype}."
     if max(bounds := outcome.get("bounds", ()), default=BOUND) > BOUND:
-        yield f"Rounding can cause up to {', '.join(f'{bound:.4f}' for bound in bounds)} (after each refit)."
+        yield f"Rounding can cause an error of up to {' and '.join(f'{bound:.4f}' for bound in bounds)}."
     if backend := outcome.get("transformers"):
         numbers = [backend[key] for key in (["loaded"] if backend["loaded"] else MEASURED) if backend[key]]
         number = f", {shown(max(numbers))}" if numbers else ""

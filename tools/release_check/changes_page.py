@@ -54,7 +54,7 @@ def page(
         "## Changes",
         "",
         "A row is one change of transformers and all results that it changed. It lists the first release in which a "
-        "result changed. There are several if the classes were not recorded on the same releases. The column "
+        "result changed, or several such releases if its classes were not all recorded on the same ones. The column "
         "`change` has the kinds of results that changed, in parentheses the checks that found them, and an example or "
         "the largest difference. The column `upstream` lists functions that differ between the compared releases.",
         "",
