@@ -93,8 +93,8 @@ LOADING = (
     ),
     Quirk(
         name="mtp-weights",
-        symptom="Published checkpoints have layers for multi-token prediction. transformers drops them silently, "
-        "so engines that use them for speculative decoding find no weights, or random ones.",
+        symptom="Published checkpoints have layers for multi-token prediction. transformers drops them silently. "
+        "An engine that uses them for speculative decoding then fails, or runs them with random weights.",
         where=("load", "export"),
         applies=predicates.has_mtp_weights,
         handling='The weights stay memory-mapped and frozen, and are saved and exported unchanged. `mtp="drop"` '
