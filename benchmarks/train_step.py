@@ -5,9 +5,9 @@ turns after every step, so that noise of the machine affects all of them. Times 
 medians over the turns. MFU is relative to the fastest matmul in the same process. Each shape has the widths of the
 named size, one layer and a small vocabulary.
 
-On a CPU a step is one sequence of 128 tokens in fp32 with SGD, to limit memory and time. The CPU figures only compare
-`combined` (fused projections) with `separate`; they do not show training speed. On a GPU a step is 4096 tokens in bf16
-with AdamW. Liger and NeMo AutoModel run only on a GPU.
+On a CPU a step is one sequence of 128 tokens in fp32 with SGD, to limit memory and time. Use the CPU figures only to
+compare `combined` (fused projections) with `separate`: they do not show training speed. On a GPU a step is 4096 tokens
+in bf16 with AdamW. Liger and NeMo AutoModel run only on a GPU.
 """
 
 from __future__ import annotations
