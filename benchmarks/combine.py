@@ -1,4 +1,4 @@
-"""Compare combined with separate projections: a forward, or a forward and backward, of one model on one input.
+"""Compare fused (combined) projections with separate ones: a forward, or a forward and backward, on one input.
 
 A ratio below one means that combining is faster. Pairs of runs alternate, and the median of the pairs' ratios counts.
 `combine="auto"` follows these figures.

@@ -1,6 +1,6 @@
 """Measure memory and time of log-probabilities: 4,096 tokens, a vocabulary of 128,256, one pass from hidden states.
 
-`full logits` computes a log-softmax over all logits in fp32. It runs twice, and the second run shows the noise.
+`full logits` computes a log-softmax over all logits in fp32. `full logits again` repeats it: their difference is noise.
 `nrl_models, loss` receives the loss beforehand (`token_logprobs(..., loss=...)`). `transformers` is its loss function.
 `TRL` is its `selective_log_softmax`, if TRL is installed. Extra memory is the increase at the peak, gradients included.
 Ratios are relative to full logits. Time ratios are medians over alternating runs. Limits: a tenth of the memory; 1.05

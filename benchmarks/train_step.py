@@ -1,9 +1,9 @@
 """Compare a training step (forward, backward, optimizer) with transformers and, if installed, Liger and NeMo AutoModel.
 
-Runs in one process, and with FSDP2 over two. All contenders hold the same weights, receive the same tokens and take
-turns after every step, so that noise of the machine affects all of them. Times and memory are medians, and ratios are
-medians over the turns. MFU is relative to the fastest matmul in the same process. Each shape has the widths of the
-named size, one layer and a small vocabulary.
+The benchmark runs in one process, and with FSDP2 in two processes. All contenders hold the same weights, receive the
+same tokens and take turns after every step, so that noise of the machine affects all of them. Times and memory are
+medians, and ratios are medians over the turns. MFU is relative to the fastest matmul in the same process. Each shape
+has the widths of the named size, one layer and a small vocabulary.
 
 On a CPU a step is one sequence of 128 tokens in fp32 with SGD, to limit memory and time. Use the CPU figures only to
 compare `combined` (fused projections) with `separate`: they do not show training speed. On a GPU a step is 4096 tokens
