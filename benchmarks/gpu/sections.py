@@ -41,7 +41,7 @@ SECTIONS = (
         "level_three",
         180,
         "Logits of the same checkpoint, loaded with nrl_models and with transformers, in fp32 and bf16. The models are "
-        "one tiny model for each kind of architecture (such as dense, MoE or hybrid), and larger ones, all with random "
+        "tiny models of several architectures, and larger ones, all with random "
         "weights. bf16 logits that are not equal bit for bit are compared with fp32 logits: the RMS error may be at "
         "most 1.25 times that of transformers, and the largest error at most twice. For MoE models, the share of "
         "expert choices that differ is compared with a bound that is measured per model. [Parity](parity.md) explains "
@@ -87,7 +87,7 @@ SECTIONS = (
         "Extra memory and time of one pass from the last hidden states to log-probabilities. `full logits` computes "
         "all logits in the dtype of the row, and their log-softmax in fp32. `nrl_models, loss` receives the loss "
         "function (`token_logprobs(..., loss=...)`), so it computes gradients in the same pass as log-probabilities. "
-        "`transformers` is its loss function for language models. `full logits again` repeats the baseline; its ratio "
+        "The rows `transformers` use transformers' loss function. `full logits again` repeats the baseline; its ratio "
         "shows the measurement noise.",
     ),
     Section(
@@ -106,8 +106,9 @@ SECTIONS = (
         60,
         "`iter_export` sends every weight to a consumer, which copies it into its own memory: on the device, or in "
         "pinned memory of the host. `in buckets` collects tensors in buckets on the device first; `through pinned "
-        "buckets` collects them in pinned memory of the host. Time is relative to one copy of as many bytes, and to "
-        "one copy of each tensor. `one copy, again` repeats the baseline.",
+        "buckets` collects them in pinned memory of the host. `one copy` copies a single "
+        "buffer with as many bytes. Time is relative to `one copy`, and to copies of each tensor. `one copy, again` "
+        "repeats the baseline.",
     ),
     Section(
         "determinism",
@@ -124,7 +125,7 @@ SECTIONS = (
         "Generated tests",
         "generated_tests",
         240,
-        "The generated tests of `make test` run on the device, for one family of each kind of architecture.",
+        "The generated tests of `make test` run on the device, for the architectures below.",
         {"NVIDIA_TF32_OVERRIDE": "0"},  # some convolutions use TF32 by default, which the fp32 bounds exclude
     ),
 )

@@ -30,8 +30,8 @@ FORWARD = (
     ),
     Quirk(
         name="masks-without-positions",
-        symptom="Packed documents always attend to each other, because this decoder ignores position IDs when it "
-        "builds masks.",
+        symptom="In some models, packed documents always attend to each other, because the decoder ignores position "
+        "IDs when it builds masks.",
         where=("forward",),
         applies=predicates.declares("masks-without-positions"),
         handling="nrl_models builds the masks with position IDs.",

@@ -37,8 +37,9 @@ LOADING = (
         "tower keeps its initial weights.",
         where=("load",),
         applies=predicates.declares("tower-names"),
-        handling="Keys are renamed by transformers' rules, and matched with and without the prefix of the base "
-        "model. A missing tensor raises an error before any weight is loaded.",
+        handling="Keys are renamed by transformers' rules. nrl_models also matches keys with and without the base "
+        "model's prefix, so keys that these rules miss are found. A missing tensor raises an error before "
+        "any weight is loaded.",
         code=(
             "nrl_models.loading.names.checkpoint_names:CheckpointNames",
             "nrl_models.common.state_dict.matching:match",

@@ -114,8 +114,8 @@ TRAINING = (
         "that module has no effect in training.",
         where=("forward", "trainer"),
         applies=predicates.fuses_out_projection,
-        handling="None. For model types that PEFT knows, it raises an error if `target_modules` contains `out_proj`. "
-        "For other models, leave it out.",
+        handling="None. PEFT raises an error if `target_modules` contains `out_proj`, but only for model types that it "
+        "knows. For other models, leave `out_proj` out.",
         code=("nrl_models.testing.suite.test_model:test_lora",),
         off="nothing to disable",
         probe="source",

@@ -131,7 +131,7 @@ MLX = {
     "MuseSparkForConditionalGeneration": "mlx-lm's kernel needs an Apple GPU",
     "NanoChatForCausalLM": MLX_NAMES,
     "OlmoForCausalLM": "mlx-lm needs the package `ai2-olmo`",
-    "OlmoHybridForCausalLM": "mlx-lm lacks the norms of its layers",
+    "OlmoHybridForCausalLM": "the checkpoint has layer norms that mlx-lm's model does not have",
     "Qwen3VLMoeForConditionalGeneration": "mlx-lm expects transposed experts",
     "Qwen3_5MoeForConditionalGeneration": MLX_EXPERTS,
 }

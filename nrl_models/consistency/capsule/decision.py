@@ -251,7 +251,7 @@ class Decision:
                 lambda length=length: self.measures.compare_modules(side, length),  # type: ignore[misc]
             )
             if isinstance(comparison, str):
-                return f"Its modules cannot be compared: {comparison}"
+                return f"Its modules cannot be compared, because {comparison}"
             if (divergence := comparison.divergence()) is not None:
                 return self._described(comparison, divergence)
         return NO_MODULE_DIVERGES

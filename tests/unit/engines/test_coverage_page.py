@@ -31,7 +31,7 @@ FACTS = Facts(
     cause=VerdictCause(CauseKind.CONFIG, "`sliding_window` were 9 and not 8", "sliding_window"),
     difference=FirstDifference("model.layers.0.o", "Linear", after="model.layers.0.q", pattern=Pattern.SCALED),
 )
-UNRECORDED = Facts(note="Its modules cannot be compared: there are none")
+UNRECORDED = Facts(note="Its modules cannot be compared, because there are none")
 
 
 def outcome(status: str, reason: str = "", refitted: float | None = None, **more: object) -> Record:
@@ -96,7 +96,7 @@ def test_summary_contains_verdict_facts(pages: dict[str, str]) -> None:
         "if `sliding_window` were 9 and not 8. First difference between `model.layers.0.q` and `model.layers.0.o`. 3 "
         "of the engine's decode log-probabilities are NaN. Known. **Agrees with `model_impl=transformers`.** |"
     ) in rows
-    assert "| GForCausalLM | 2.0200 | Cause unknown: its modules cannot be compared: there are none |" in rows
+    assert "| GForCausalLM | 2.0200 | Cause unknown: its modules cannot be compared, because there are none |" in rows
     assert r"| HForCausalLM | 2.0200 | A \| b |" in rows
     assert "| IForCausalLM | 2.0200 | First difference (differs by prompt): attention, tower |" in rows
     assert "| BForCausalLM | No usable tiny model: its size is 7 |" in pages["engine-coverage.md"]

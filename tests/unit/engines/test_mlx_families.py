@@ -74,4 +74,4 @@ def test_stale_weight_is_detected(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert outcome.status != AGREES
     assert outcome.refitted <= BOUND < outcome.stepped
     assert outcome.facts is not None
-    assert outcome.facts.note == "Its modules cannot be compared: the modules of mlx cannot be recorded"
+    assert outcome.facts.note == "Its modules cannot be compared, because the modules of mlx cannot be recorded"
