@@ -96,8 +96,8 @@ SECTIONS = (
         "loading",
         90,
         "Time to load a bf16 checkpoint from a warm page cache to the device. It is compared with two baselines: "
-        "transformers, and only reading the same bytes and copying them through pinned memory. `transformers, again` "
-        "repeats the baseline; its ratio shows the measurement noise.",
+        "transformers, and `pinned copies`, which only reads the same bytes and copies them through pinned memory. "
+        "`transformers, again` repeats the first baseline; its ratio shows the measurement noise.",
     ),
     Section(
         "refit",

@@ -53,8 +53,8 @@ TRAINING = (
         where=("trainer",),
         applies=predicates.ties_embeddings,
         handling="Both are sharded over the vocabulary, or both are replicated, so they remain one tensor. "
-        "If all sizes of a family tie their embeddings, its flag `ModelFlag.SKIP_DTENSOR_TIED_WEIGHTS_CHECK` tells "
-        "trainers that refuse to shard tied embeddings that they may shard this model.",
+        "Some trainers refuse to shard models with tied embeddings. If all models of a family tie them, the flag "
+        "`ModelFlag.SKIP_DTENSOR_TIED_WEIGHTS_CHECK` tells these trainers that they may shard the family's models.",
         code=(
             "nrl_models.distributed.parallel_plan:declared_tensor_plan",
             "nrl_models.distributed.parallelize:divide_model",
@@ -106,7 +106,7 @@ TRAINING = (
         code=("nrl_models.diagnostics.embeddings:diagnose_embeddings",),
         off="do not pass `--reinitialize`",
         probe="behavioral",
-        asks="an embedding row of zeros, as an untrained row may be, gets ten times the gradient of other rows",
+        asks="an embedding row of zeros (untrained rows may be zeros) gets ten times the gradient of other rows",
     ),
     Quirk(
         name="fused-out-projection",

@@ -53,8 +53,9 @@ def page(
         "",
         "## Changes",
         "",
-        "A row is one change of transformers and all results that it changed. It lists the first release in which a "
-        "result changed, or several such releases if its classes were not all recorded on the same ones. The column "
+        "A row is one change of transformers and all results that it changed. The column `release` has the first "
+        "release in which a result changed. It has several releases if the classes of the row were not all run on the "
+        "same releases. The column "
         "`change` has the kinds of results that changed, in parentheses the checks that found them, and an example or "
         "the largest difference. The column `upstream` lists functions that differ between the compared releases.",
         "",
