@@ -9,7 +9,11 @@ ROWS: dict[str, Row] = {
     "apertus1p5": Row(
         "Apertus1p5TextForCausalLM Apertus1p5ForConditionalGeneration",
         {"Apertus1p5TextAttention": QKV},
-        tensor_parallel={"model.layers.*.mlp.act_fn": "replicated_with_grad_allreduce"},
+        # The activation has parameters, which see a rank's share of the features. Each class has other names.
+        tensor_parallel={
+            "model.layers.*.mlp.act_fn": "replicated_with_grad_allreduce",
+            "model.language_model.layers.*.mlp.act_fn": "replicated_with_grad_allreduce",
+        },
         since="5.24",
     ),
     "aya_vision": Row("AyaVisionForConditionalGeneration"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,11 +11,13 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import LlamaConfig, PreTrainedConfig, PreTrainedModel, Qwen3Config, Qwen3MoeConfig
 
-from nrl_models import AutoModelForCausalLM
+from nrl_models import AutoModelForCausalLM, registry
 from nrl_models.distributed.checked_plan import plan_for
 from nrl_models.distributed.parallel_plan import ParallelPlan, Plan, declared_tensor_plan
 from nrl_models.errors import ShardingError
+from nrl_models.families.table import TABLE
 from nrl_models.onboarding.estimate import _fake_mesh
+from nrl_models.testing.case import FamilyCase
 from nrl_models.testing.tiny import tiny_config
 
 ATTENTION, MLP = "model.layers.*.self_attn", "model.layers.*.mlp"
@@ -198,3 +201,20 @@ def test_colwise_without_rowwise_raises() -> None:
     assert details == {
         "lm_head": "has the style 'colwise', but no rule splits the input of another linear in the model"
     }
+
+
+WITH_STYLES = [
+    name
+    for row in TABLE.values()
+    if row.tensor_parallel
+    for name in row.architectures
+    if name in registry.architectures()
+]
+
+
+@pytest.mark.parametrize("architecture", WITH_STYLES)
+def test_declared_styles_name_modules_of_each_class(architecture: str) -> None:
+    """Classes of one family may have other module names. A style without modules would silently do nothing."""
+    case = FamilyCase(registry.model_class(architecture))
+    names = {re.sub(r"\.\d+\.", ".*.", name) for name, _ in case.model().named_modules()}
+    assert names & set(case.model_class.tensor_parallel), architecture
