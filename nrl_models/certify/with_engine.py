@@ -110,7 +110,7 @@ def refits(subject: CheckpointUnderTest) -> Iterator[CheckResult]:
         verdict = step.result.verdict
         side = (None if step.problems else side_of_verdict(verdict)) or Side.ENGINE
         result = of_cells(subject, name, [step.result], step.faults, verdict.summary if verdict else "", side)
-        unseen = checker.unseen if step is checker.steps[-1] and name == REFITS[-1] else ""
+        unseen = checker.unseen if name == REFITS[-1] else ""
         notes = [result.summary, "" if step.report.digests else NO_DIGESTS, unseen]
         yield replace(result, summary="; ".join(filter(None, notes)))
     for name in REFITS[len(checker.steps) :]:

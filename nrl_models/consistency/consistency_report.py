@@ -103,7 +103,7 @@ class CellResult:
 
     @property
     def is_rounding(self) -> bool:
-        """Whether the only problem is an error above `THRESHOLD` that rounding explains. It is no sign of a fault."""
+        """Whether rounding explains the only problem, an error above `THRESHOLD`. Such an error shows no fault."""
         is_explained = self.verdict is not None and self.verdict.kind is VerdictKind.ROUNDING
         return is_explained and self.worst[1] > THRESHOLD and not self._not_finite
 

@@ -253,7 +253,9 @@ def _inlined(node: ast.expr, named: Mapping[str, ast.expr]) -> ast.expr:
 
     class Inline(ast.NodeTransformer):
         def visit_Name(self, name: ast.Name) -> ast.expr:
+            if name.id not in named:
+                return name
             others = {other: value for other, value in named.items() if other != name.id}  # `size = size or 1` ends
-            return _inlined(named[name.id], others) if name.id in named else name
+            return _inlined(named[name.id], others)
 
     return Inline().visit(ast.parse(ast.unparse(node), mode="eval").body)  # a copy: the tree is read again
