@@ -1,7 +1,7 @@
 """Compare fused (combined) projections with separate ones: a forward, or a forward and backward, on one input.
 
-A ratio below one means that combining is faster. Pairs of runs alternate, and the median of the pairs' ratios counts.
-`combine="auto"` follows these figures.
+A ratio below one means that combining is faster. Fused and separate runs take turns. The figures are medians of the
+ratios of each turn. `combine="auto"` follows these figures.
 """
 
 from __future__ import annotations

@@ -104,7 +104,7 @@ def combine(rows: Sequence[Row]) -> str:
 
 def decode(rows: Sequence[Row]) -> str:
     fused, again = ([1 / x for x in of(rows, name)] for name in ("combined / transformers", AGAIN))
-    noise = f"two runs of transformers differ by {span(again)} times"
+    noise = f"a second run of transformers takes {span(again)} times the time of the first"
     return f"Decoding takes {span(fused)} times transformers' time; {noise}."
 
 
@@ -116,8 +116,8 @@ def logprobs(rows: Sequence[Row]) -> str:
     known = of(rows, "time, ratio", way="nrl_models, loss")
     other = [row["time, ratio"] for row in rows if row["way"] == "nrl_models"]
     return (
-        f"`token_logprobs` needs {percent(memory)} of the memory of full logits, {span(known)} times the time "
-        f"with `loss=...`, and {span(other)} times without."
+        f"`token_logprobs` needs {percent(memory)} of the memory of full logits. It takes {span(known)} times as long "
+        f"with `loss=...`, and {span(other)} times as long without it."
     )
 
 
@@ -154,8 +154,8 @@ def rl_step(rows: Sequence[Row]) -> str:
     time, memory = (of(others, name, way="ours, packed") for name in ("time, ratio", "memory, ratio"))
     once = f" ({percent(of(shared, 'time, ratio', way='ours, packed'))} if 8 rollouts share a prompt)" if shared else ""
     return (
-        f"`rollout_logprobs` takes {percent(time)} of the time{once} and {span(memory)} times the memory of "
-        "transformers, one padded rollout at a time as in TRL."
+        f"TRL runs transformers with one padded rollout at a time. Compared with that, `rollout_logprobs` takes "
+        f"{percent(time)} of the time{once} and {span(memory)} times the memory."
     )
 
 

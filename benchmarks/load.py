@@ -1,7 +1,7 @@
-"""Compare loading a checkpoint with transformers' `from_pretrained` and with a bare read and copy.
+"""Compare three ways to load a checkpoint: nrl_models, transformers, and a bare read and copy of the files.
 
-Each measurement is the first load in a new process with warm file caches. Imports do not count. Peak memory is the
-increase in anonymous memory (memory without a file behind it).
+Each measurement is the first load in a new process with warm file caches. Imports do not count. `anonymous memory` is
+the peak of memory without a file behind it, minus its value before the load.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def main() -> None:
                     "with first forward, ours / transformers": median(ours, "both") / median(theirs, "both"),
                     "ours / bare read and copy": median(ours, "load") / median(copy, "load"),
                     "anonymous memory / model": median(ours, "anonymous") / size,
-                    "transformers' / model": median(theirs, "anonymous") / size,
+                    "transformers' anonymous memory / model": median(theirs, "anonymous") / size,
                 }
             )
     publish("load", "Loading bf16 checkpoints on a CPU", rows, options.out)

@@ -1,12 +1,12 @@
 """Compare loading a checkpoint over two ranks with transformers' sharded loading (`DistributedConfig`).
 
 Each measurement starts two new processes with warm file caches and one thread each. Imports do not count. Of the two
-ranks, the longer time and the larger peak memory are reported. Peak memory is the increase in anonymous memory (memory
-without a file behind it). Bytes read are those of the slices that a rank holds.
+ranks, the longer time and the larger memory are reported. `anonymous memory` is the peak of memory without a file
+behind it, minus its value before the load. Bytes read are those of the slices that a rank holds.
 
-Both leave parameters in memory-mapped pages, which the first forward reads. Compare the figures that include it. The
-null ratio compares each measurement of transformers, first forward included, with its next one. It would be 1 on a
-machine without noise.
+nrl_models and transformers leave dense parameters in memory-mapped pages, which the first forward reads. Therefore
+compare the times that include the first forward. The null ratio is the ratio of two successive measurements of
+transformers. It would be 1 on a machine without noise.
 
 With `tp`, nrl_models creates each parameter as a DTensor on the meta device before it reads files, and once more with
 values. For the dense model that takes about 0.1 s. It depends on the number of parameters, not on their size.
@@ -111,12 +111,12 @@ def main() -> None:
                         "load, s": median(ours, "load"),
                         "transformers, s": median(theirs, "load"),
                         "with first forward, s": median(ours, "both"),
-                        "transformers', s": median(theirs, "both"),
+                        "transformers with first forward, s": median(theirs, "both"),
                         "with first forward, ours / transformers": median(ours, "both") / median(theirs, "both"),
                         "null ratio": null_ratio([row["both"] for row in theirs]),
                         "read / model": median(ours, "read") / size,
                         "anonymous memory / model": median(ours, "anonymous") / size,
-                        "transformers' / model": median(theirs, "anonymous") / size,
+                        "transformers' anonymous memory / model": median(theirs, "anonymous") / size,
                     }
                 )
     publish("load_sharded", "Loading bf16 checkpoints on two CPU ranks", rows, options.out)

@@ -1,10 +1,10 @@
 """Measure memory and time of log-probabilities: 4,096 tokens, a vocabulary of 128,256, one pass from hidden states.
 
 `full logits` computes a log-softmax over all logits in fp32. `full logits again` repeats it: their difference is noise.
-`nrl_models, loss` receives the loss beforehand (`token_logprobs(..., loss=...)`). `transformers` is its loss function.
+`nrl_models, loss` passes the loss function to `token_logprobs(..., loss=...)`. `transformers` is its loss function.
 `TRL` is its `selective_log_softmax`, if TRL is installed. Extra memory is the increase at the peak, gradients included.
-Ratios are relative to full logits. Time ratios are medians over alternating runs. Limits: a tenth of the memory; 1.05
-times the time of a forward; for a forward and backward, 1.05 times with `loss=...` and 1.3 times without.
+Ratios are relative to full logits. Time ratios are medians over alternating runs. We accept at most these ratios of
+nrl_models: memory 0.1; time of a forward 1.05; time of a forward and backward 1.05 with `loss=...` and 1.3 without.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Compare streaming every weight of a 1.4 GB model with one copy of as much memory.
 
 The consumer copies each tensor into separate memory, as an engine does. `one copy` copies a single tensor of the same
-total size into allocated memory. Limits, within noise: 1.2 times for `iter_export`, which yields views; 2.2 times in
-buckets, because filling them is a second copy.
+total size into allocated memory. `256 MB at a time` first fills a bucket, which is a second copy; the column `tensors
+copied to export` does not count it. We expect at most 1.2 times the time of one copy for `iter_export`, which yields
+views, and 2.2 times with buckets. Noise can add some percent.
 """
 
 from __future__ import annotations

@@ -1,16 +1,16 @@
 """Compare refits of a running vLLM, by each transport, with vLLM's own reload of the same weights.
 
 The model has the shape of SmolLM2-135M in bf16, and random weights. Three engines run at once: vLLM in this process, in
-a subprocess, and as a server over HTTP with shared memory. In each round, every method runs once and loads one of two
-sets of weights, which differ in all elements. "unchanged" sends the same weights again; "1 %" changes one element in a
-hundred.
+a subprocess, and as a server over HTTP with shared memory. In each round, every method runs once. Two sets of weights,
+which differ in all elements, alternate. Exceptions: `unchanged` sends the same weights again, and `1 %` changes one
+element in a hundred.
 
 The baselines are one copy of the weights into allocated memory, and vLLM's `reload_weights` in this process, from
 tensors in memory or from safetensors files in the page cache. By default, a refit compares digests of the sent and the
 received tensors. In a subprocess and over HTTP, a refit takes longer because the weights are first copied into shared
 memory and hashed on both sides, and only then loaded by vLLM. Seconds are medians, and ratios are medians of the ratios
-of each round, so a ratio can differ from the quotient of two medians. The null ratio compares each measurement of the
-reload from memory with its next one. It would be 1 on a machine without noise.
+of each round, so a ratio can differ from the quotient of two medians. The null ratio is the ratio of two successive
+measurements of the reload from memory, one figure for the whole run. It would be 1 on a machine without noise.
 
 Run it in vLLM's environment: `.venv-engine/bin/python -m benchmarks.refit_engine`. Waiting threads do not spin
 (`OMP_WAIT_POLICY=PASSIVE`, as `nrl-models` sets it). If they did, the waiting threads of one engine would slow down the

@@ -4,19 +4,19 @@ Weights are random, in fp32. Prompts have 48 tokens. Completions have log-normal
 maximum of 512. The loss is a policy gradient on the completions. In the shape with a shared prompt, all rollouts have
 the same prompt of 512 tokens and completions of 128.
 
-`transformers` runs one rollout per forward, padded to the longest of the batch as in TRL's trainers. It computes logits
-of the completions and TRL's `selective_log_softmax`, or the same formula if TRL is not installed. `again` repeats it:
-its ratio would be 1 on a machine without noise. `all at once` runs the complete batch padded. `ours, one at a time`
-calls `token_logprobs(..., loss=...)` with one rollout per call. `ours, packed` calls `rollout_logprobs`, which packs
-several rollouts into one sequence and computes a shared prompt once (with `share_prompts=False`, once per rollout). All
-variants give the same loss and gradient. They take turns in one process, and ratios are medians over the turns.
+`transformers` runs one rollout per forward, padded to the length of the longest rollout as in TRL's trainers. It
+computes logits of the completions and TRL's `selective_log_softmax`, or the same formula if TRL is not installed.
+`again` repeats it: its ratio would be 1 on a machine without noise. `all at once` runs the complete batch padded.
+`ours, one at a time` calls `token_logprobs(..., loss=...)` with one rollout per call. `ours, packed` calls
+`rollout_logprobs`, which packs several rollouts into one sequence and computes a shared prompt once (with
+`share_prompts=False`, once per rollout). All variants give the same loss and gradient. They take turns in one process,
+and ratios are medians over the turns.
 
 Memory is measured in a separate process for each method. Gradients are allocated first; memory is the largest increase
 above that during the first step. `tokens/s` counts tokens of rollouts without padding. `share of matmul speed` is the
-step's operations per second, divided by those of the fastest matmul in the same process. The step's operations are six
-per token and active parameter, with the head on completions only and shared prompts once, without attention and
-recomputation. Growth is the time per token, divided by the time per token with the smallest number of rollouts that was
-measured on the same machine and day. If it is 1, time grows linearly.
+step's operations per second, divided by those of the fastest matmul in the same process. We count six operations per
+token and active parameter. The head counts for completions only, and a shared prompt counts once. Attention and
+recomputation do not count.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import random
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -302,7 +302,7 @@ def memory(shape: str, size: str, rollouts: int, way: str) -> None:
 
 
 def measure(shape: str, size: str, rollouts: int, runs: int) -> list[Row]:
-    """Return one row per variant, without its growth."""
+    """Return one row per variant."""
     head, case = "from benchmarks.rl_step import memory, times; ", f"{shape!r}, {size!r}, {rollouts}"
     found = child(f"{head}times({case}, {runs})")
     seconds, lengths = found["seconds"], lengths_of(shape, rollouts)
@@ -326,18 +326,6 @@ def measure(shape: str, size: str, rollouts: int, runs: int) -> list[Row]:
     ]
 
 
-def grown(cases: Iterable[list[Row]]) -> list[Row]:
-    """Return the rows with their growth: time per token relative to the first row of the same shape, method and run."""
-    first: dict[tuple[str, str, str], float] = {}
-    result = []
-    for row in chain.from_iterable(cases):
-        measured, speed = row["measured"], row["tokens/s"]
-        figures = {column: value for column, value in row.items() if column not in ("growth", "measured")}
-        growth = first.setdefault((row["shape"], row["way"], measured), speed) / speed
-        result.append({**figures, "growth": growth, "measured": measured})
-    return result
-
-
 def recorded(file: Path) -> dict[tuple[str, int], list[Row]]:
     """Return the rows of earlier runs, by shape and number of rollouts."""
     found: dict[tuple[str, int], list[Row]] = {}
@@ -359,8 +347,8 @@ def main() -> None:
         for rollouts in numbers:
             case = measure(shape, options.size, rollouts, options.runs)
             rows[shape, rollouts] = [row | {"measured": measured} for row in case]
-            save("rl_step", TITLE, grown(rows.values()), out)
-    publish("rl_step", TITLE, grown(rows.values()), out, [small_note] if small else [])
+            save("rl_step", TITLE, [*chain.from_iterable(rows.values())], out)
+    publish("rl_step", TITLE, [*chain.from_iterable(rows.values())], out, [small_note] if small else [])
 
 
 if __name__ == "__main__":

@@ -111,7 +111,8 @@ def figures(name: str, content: dict[str, Any]) -> str:
     lines += ["| " + " | ".join(map(heading, rows[0])) + " |", "|" + "---|" * len(rows[0])]
     lines += ["| " + " | ".join(cell(value) for value in row.values()) + " |" for row in rows]
     machine = ", ".join(f"{key} {value}" for key, value in content["machine"].items())
-    return "\n".join([*lines, "", f"Measured on: {machine}.", ""])
+    newest = "The newest rows were measured on" if "measured" in rows[0] else "Measured on"
+    return "\n".join([*lines, "", f"{newest}: {machine}.", ""])
 
 
 if __name__ == "__main__":

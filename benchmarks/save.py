@@ -6,8 +6,9 @@ wall-clock time of a save that overwrites an older one, in a new process and the
 the median of 21 saves). Imports and the first save do not count.
 
 `NRL_MODELS_FSYNC=0` turns fsync off in nrl_models. `--against DIRECTORY` also measures another checkout of nrl_models,
-without fsync. The null ratio compares each measurement of the baseline with its next one. It would be 1 on a machine
-without noise.
+without fsync. Seconds are medians, and ratios are medians of the ratios of each pair of saves, so a ratio can differ
+from the quotient of two medians. The null ratio is the ratio of two successive measurements of the baseline. It would
+be 1 on a machine without noise.
 """
 
 from __future__ import annotations

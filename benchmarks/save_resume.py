@@ -2,9 +2,11 @@
 
 `save_checkpoint` is compared with `torch.distributed.checkpoint`: `save`, `async_save`, and `save` with its safetensors
 writer (`HuggingFaceStorageWriter`). All of them save the same sharded model (`fully_shard`, gloo) with AdamW's state,
-in turns, each over its last checkpoint. All call fsync, unless the name says otherwise. "returns" is the time until
-training can continue, "complete" the time until all ranks have written the checkpoint. The null ratio compares each
-measurement of DCP's `save` with its next one. It would be 1 on a machine without noise.
+in turns. Each overwrites the checkpoint that it saved in the turn before. All call fsync, unless the name says
+otherwise. "returns" is the time until training can continue, "complete" the time until all ranks have written the
+checkpoint. Seconds are medians, and ratios are medians of the ratios of each turn, so a ratio can differ from the
+quotient of two medians. The null ratio is the ratio of two successive measurements of DCP's `save`. It would be 1 on a
+machine without noise.
 
 Kills: all ranks are killed (SIGKILL) at four points of a save over an older checkpoint. Then the directory is loaded.
 "old" and "new" count complete checkpoints, "lost" those that do not load or have values of both. Here, DCP also saves

@@ -2,12 +2,13 @@
 
 The benchmark runs in one process, and with FSDP2 in two processes. All contenders hold the same weights, receive the
 same tokens and take turns after every step, so that noise of the machine affects all of them. Times and memory are
-medians, and ratios are medians over the turns. MFU is relative to the fastest matmul in the same process. Each shape
-has the widths of the named size, one layer and a small vocabulary.
+medians, and ratios are medians of the ratios of each turn, so a ratio can differ from the quotient of two medians. MFU
+is relative to the fastest matmul in the same process. Each shape has the widths of the named size, one layer and a
+small vocabulary.
 
 On a CPU a step is one sequence of 128 tokens in fp32 with SGD, to limit memory and time. Use the CPU figures only to
 compare `combined` (fused projections) with `separate`: they do not show training speed. On a GPU a step is 4096 tokens
-in bf16 with AdamW. Liger and NeMo AutoModel run only on a GPU.
+in bf16 with AdamW. Liger and NeMo AutoModel are measured on a GPU only.
 """
 
 from __future__ import annotations
@@ -97,9 +98,9 @@ def absent(package: str) -> str:
     """Return the reason to skip a peer that requires a GPU, or an empty string."""
     import torch
 
-    if find_spec(package) is None:
-        return "not installed"
-    return "" if torch.cuda.is_available() else "no GPU"
+    if not torch.cuda.is_available():
+        return "no GPU"
+    return "not installed" if find_spec(package) is None else ""
 
 
 class Peak:
