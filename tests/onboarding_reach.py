@@ -32,7 +32,7 @@ MAPPINGS = (
 
 
 NOT_REGISTERED: Mapping[str, str] = {
-    "BigBirdForCausalLM": "attends in both directions above 704 tokens; a shorter sequence changes that for good",
+    "BigBirdForCausalLM": "attends in both directions above 704 tokens; after one shorter sequence, it no longer attends sparsely",
     "DiffusionGemmaForBlockDiffusion": "denoises blocks of tokens and has no next-token loss",
     "FastVlmForConditionalGeneration": "its vision tower comes from timm; the form of its images is not known",
     "Gemma4AssistantForCausalLM": "drafts for another model and reads that model's hidden states",
@@ -64,7 +64,7 @@ STATUSES = {
     "green": "registered; the generated tests pass, except for features that the family's `limits` list as unsupported",
     "red": "registered; a generated test fails",
     "not registered": "a tiny model runs, but the class has no family",
-    "not run": "a tiny model could not be built or run",
+    "not run": "a tiny model could not be built, or its forward or backward failed",
 }
 """The possible results, and their meanings."""
 
@@ -88,7 +88,7 @@ def status(detection: Detection, tests: GeneratedTests | None) -> str:
 
 
 class Row(NamedTuple):
-    """The result of one decoder: its architecture, `status`, fused projections and remark."""
+    """The result of one decoder: its architecture, `status`, linears that share an input, and remark."""
 
     architecture: str
     model_type: str
@@ -128,7 +128,8 @@ def as_page(rows: Sequence[Row], transformers_version: str) -> str:
         "their generated tests. The others load as transformers' classes, with one warning.",
         "",
         "`make reach` builds a tiny model of each class, runs it on text (and images or audio), runs the backward",
-        "pass, and traces which linears share an input. It needs no code for the class.",
+        "pass, and traces which linears share an input, so that a family could fuse them. It needs no code for the",
+        "class. The text after `images:` or `backward:` is the error of that step.",
         "",
         *table(
             ("status", "classes", "meaning"),
@@ -139,7 +140,7 @@ def as_page(rows: Sequence[Row], transformers_version: str) -> str:
         if chosen := [row for row in rows if row.status == name]:
             lines += ["", f"## {name.capitalize()}", ""]
             lines += table(
-                ("architecture", "reason", "fused projections"), [(r.architecture, r.remark, r.groups) for r in chosen]
+                ("architecture", "reason", "linears to fuse"), [(r.architecture, r.remark, r.groups) for r in chosen]
             )
     if noted := [row for row in rows if row.status == "green" and row.remark]:
         lines += ["", "## Registered, with a remark", ""]

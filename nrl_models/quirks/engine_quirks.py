@@ -82,8 +82,8 @@ INFERENCE = (
     ),
     Quirk(
         name="engine-tied-head",
-        symptom="After a refit, a tied output embedding that the engine stores as a separate module keeps its old "
-        "weights, because the engine computes with a rearranged copy that the refit does not update.",
+        symptom="After a refit, a tied output embedding keeps its old weights: it shares the input embedding's parameter, "
+        "but the engine computes with a rearranged copy that the refit does not update.",
         where=("engine",),
         applies=predicates.ties_embeddings,
         handling="Modules that share a parameter are prepared again when all weights have arrived.",

@@ -105,7 +105,7 @@ FORWARD = (
         handling="None is needed: since 5.5.2, transformers passes shared keys and values outside the cache. A test "
         "compares logits with and without a cache.",
         code=("nrl_models.common.forward.kv_sharing:SharedKeyValues",),
-        off="nothing to disable, because such layers no longer have these projections",
+        off="nothing to disable: layers that reuse keys and values no longer have projections for them",
         fixed="transformers>=5.5.2",
         kept_for="trainers with an older transformers, which have to force use_cache=True",
         probe="differential",

@@ -43,7 +43,8 @@ TRAINING = (
         code=("nrl_models.common.model_components.freezing:freeze",),
         off="set `requires_grad` on the parameters",
         probe="behavioral",
-        asks="torch silently accepts a misspelled attribute, such as `parameter.requires_gradient = False`",
+        asks="torch silently accepts a misspelled attribute of a parameter (`parameter.requires_gradient = False`), "
+        "which is how a misspelled key stays unnoticed",
         sources=("https://github.com/NVIDIA-NeMo/RL/pull/2224",),
     ),
     Quirk(

@@ -31,16 +31,16 @@ that all probabilities are equal; values above 1,000 mean unusable outputs.
 
 MEANINGS = {
     "agrees": "agree, after both refits",
-    "agrees as loaded": "agree with the weights read from files, and cannot be refitted",
+    "agrees as loaded": "cannot be refitted, but agree with the weights read from files",
     "not decided": f"not decided: their errors exceed {THRESHOLD}, but rounding in bf16 causes errors of this size",
-    "disagrees": "disagree: the table has the first difference, or the cause if it is known",
+    "disagrees": "disagree: the table has the first difference, and the cause if it is known",
     "not run": "cannot be run here",
 }
 ORDER = tuple(MEANINGS)
 """The possible outcomes, best first."""
 
-FAILING = ("agrees as loaded", "disagrees")
-"""The outcomes of engines that do not work."""
+FAILING = {"agrees as loaded": "refit fails", "disagrees": "disagrees"}
+"""The outcomes of engines that do not work, as their page shows them."""
 
 MEASURED = {"refitted": "refitted", "stepped": "after a step", "loaded": "from files"}
 """The errors of an outcome, and their table headings."""
@@ -154,14 +154,17 @@ def details_page(
         f"# {engine}: all results",
         "",
         f"How they are measured: [engine coverage](../engine-coverage.md#{engine.lower().replace(' ', '-')}).",
-        "[Certificates](../certify.md#the-certificate) have values, bounds, versions and digests of the tiny model.",
+        "Numbers are `token_mult_prob_error`: it is 1 if all probabilities are equal. An empty cell was not measured. A",
+        "name after `#` is a variant: a tiny model with the kinds of layers of that published model.",
+        "",
+        "[Certificates](../certify.md#the-certificate) have the values, bounds, versions and digests of each test.",
         "`docs/model-coverage/results/` has the complete verdicts and errors.",
     ]
     end = ("settings", "certificate")
     sections = {
         "Architectures that fail": table(
             ("architecture", "outcome", *measured.values(), *end, "reason"),
-            [(*row(name, measured, each["status"]), reasons[name]) for name, each in failing.items()],
+            [(*row(name, measured, FAILING[each["status"]]), reasons[name]) for name, each in failing.items()],
         ),
         "Architectures that are not decided": table(
             ("architecture", *measured.values(), *end), [row(name, measured) for name in undecided]
@@ -231,7 +234,7 @@ def facts_of(outcome: Mapping[str, Any]) -> Iterator[str]:
         yield from Facts.from_json(content).sentences()
     if faults := outcome.get("faults"):
         places = sorted(set(faults))
-        yield f"first difference{' (differs by prompt)' if len(places) > 1 else ''}: {', '.join(places)}"
+        yield f"first difference{', depending on the prompt' if len(places) > 1 else ''}: {', '.join(places)}"
 
 
 def sentence(text: str) -> str:
@@ -266,11 +269,12 @@ def conditions(outcome: Mapping[str, Any]) -> Iterator[str]:
     if (dtype := outcome.get("dtype", "float32")) != "float32":
         yield f"In {dtype}."
     if max(bounds := outcome.get("bounds", ()), default=BOUND) > BOUND:
-        yield f"Rounding can cause an error of up to {' and '.join(f'{bound:.4f}' for bound in bounds)}."
+        limits = " and ".join(f"{bound:.4f} ({heading})" for bound, heading in zip(bounds, MEASURED.values(), strict=False))
+        yield f"Rounding can cause an error of up to {limits}."
     if backend := outcome.get("transformers"):
         numbers = [backend[key] for key in (["loaded"] if backend["loaded"] else MEASURED) if backend[key]]
         number = f", {shown(max(numbers))}" if numbers else ""
         status = {"not run": "cannot run"}.get(backend["status"], backend["status"])
-        yield f"With `model_impl=transformers`: {status}{number}."
+        yield f"vLLM with `model_impl=transformers`: {status}{number}."
     if options := outcome.get("options"):
-        yield f"With vLLM's {', '.join(f'`{name}={value}`' for name, value in options.items())}."
+        yield f"vLLM ran with {', '.join(f'`{name}={value}`' for name, value in options.items())}."

@@ -41,9 +41,9 @@ class FirstDifference:
         return cls(divergence.module, divergence.class_name, pattern=divergence.pattern)
 
     def __str__(self) -> str:
-        return (
-            f"between `{self.after}` and `{self.module}`" if self.after else f"in `{self.module}` ({self.class_name})"
-        )
+        if self.after:
+            return f"the output of `{self.after}` agrees, and the input of `{self.module}` differs"
+        return f"the first difference is in `{self.module}` ({self.class_name})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +96,6 @@ class Facts:
         if self.cause:
             yield f"the engine computes as if {self.cause.message}"
         if self.difference:
-            yield f"first difference {self.difference}"
+            yield str(self.difference)
         if self.nan:
-            yield f"{self.nan} of the engine's decode log-probabilities are NaN"
+            yield f"{self.nan} of the engine's decode log-probabilities are NaN; the error is that of the others"

@@ -54,7 +54,7 @@ class Limit:
 COHERE_WINDOW = Limit(
     status=DISAGREES,
     key="sliding_window",
-    reason="vLLM's window has one token more than `sliding_window`, as in Cohere's training according to vLLM. "
+    reason="vLLM's window has one token more than `sliding_window`; vLLM says that training used this window. "
     "transformers' window has `sliding_window` tokens",
 )
 

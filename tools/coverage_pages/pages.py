@@ -140,7 +140,8 @@ def _index(rows: Sequence[Row], records: Records, tests: Mapping[str, GeneratedT
             *(f"| {kind} | {len(kinds[kind])} |" for kind in sorted(kinds)),
             "",
             "`moe` models have experts, and `dense` models do not. `vlm` models take images. `hybrid` models also have "
-            "layers other than attention, for example recurrent ones.",
+            "layers other than attention, for example recurrent ones. The kind is that of the default configuration; "
+            "a family's page also lists tiny models of other kinds (variants).",
             "",
             "`python -m tools.coverage_pages --kind moe --feature TP --feature 'packed sequences'` lists the "
             "architectures of a kind with these features, and `--feature TP=raises` lists those for which TP raises "

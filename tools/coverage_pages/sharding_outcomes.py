@@ -14,7 +14,7 @@ FEATURES = {
     Kind.FSDP: "FSDP2",
     Kind.TP: "TP",
     Kind.EP: "EP",
-    Kind.COMPILED: "compiled EP",
+    Kind.COMPILED: "compiled experts",
     Kind.PP: "PP",
     Kind.QLORA: "QLoRA",
 }
@@ -24,7 +24,7 @@ MEANINGS = {
     Kind.FSDP: "loads on two processes; exported weights, and the loss and gradients of a step, match a single process",
     Kind.TP: "the same with tensor parallelism",
     Kind.EP: "the same with expert parallelism; only models with experts",
-    Kind.COMPILED: "a step over EP and TP matches one process if a layer of each kind that has experts is compiled",
+    Kind.COMPILED: "with compiled experts, a step over EP and one over TP (each if supported) match a single process",
     Kind.PP: "a step on two pipeline stages (1F1B) matches a single process; only models that generate",
     Kind.QLORA: "training LoRA adapters on a 4-bit checkpoint matches transformers' class",
 }

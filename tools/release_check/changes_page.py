@@ -54,10 +54,11 @@ def page(
         "## Changes",
         "",
         "A row is one change of transformers and all results that it changed. The column `release` has the first "
-        "release in which a result changed. It has several releases if the classes of the row were not all run on the "
-        "same releases. The column "
-        "`change` has the kinds of results that changed, in parentheses the checks that found them, and an example or "
-        "the largest difference. The column `upstream` lists functions that differ between the compared releases.",
+        "recorded release in which a result changed. Not every class ran on every release, so a row can have several "
+        "releases, and the change can be older than the first one. The column `change` has the kinds of results that "
+        "changed (`fields`: which fields a model's output has), in parentheses the checks that found them, and an "
+        "example or the largest difference. Tensors are shown as shape, dtype and the first digits of a hash. The "
+        "column `upstream` lists what differs in the code of the compared releases: functions, classes and constants.",
         "",
         "| release | compared with | classes | change | upstream | judgment |",
         "|---|---|---|---|---|---|",
@@ -65,7 +66,7 @@ def page(
         "",
         "## Reported regressions",
         "",
-        "| report | starts | ends | result |",
+        "| report | first release with it | release that changed it | result |",
         "|---|---|---|---|",
         *(_reported_row(one, result) for one in reported),
         "",
@@ -112,7 +113,7 @@ def _coverage(recorded: Mapping[str, Sequence[Version]], replayed: Sequence[Vers
     classes: dict[tuple[Version, ...], list[str]] = defaultdict(list)
     for name in sorted(recorded):
         classes[tuple(recorded[name])].append(name)
-    lines = ["A class that a release lacks is compared with the last release before it.", ""]
+    lines = ["Each class ran on the releases in its row, and each release is compared with the one before it in the row.", ""]
     lines += ["| classes | releases |", "|---|---|"]
     for versions, names in sorted(classes.items(), key=lambda item: (-len(item[0]), item[1])):
         which = f"all {len(replayed)}" if list(versions) == list(replayed) else ", ".join(map(str, versions))

@@ -63,7 +63,7 @@ def test_command_records_results_and_writes_pages(pages: Path, tmp_path: Path) -
     assert "recorded the generated tests of 1 architectures" in result.output
     assert "wrote 3 pages" in result.output
     assert (
-        "| [MixtralForCausalLM](mixtral.md) | mixtral | moe | FSDP2, TP, EP, compiled EP, PP, QLoRA | 1 |"
+        "| [MixtralForCausalLM](mixtral.md) | mixtral | moe | FSDP2, TP, EP, compiled experts, PP, QLoRA | 1 |"
         in (pages / "index.md").read_text()
     )
 

@@ -32,10 +32,10 @@ def test_verdicts_and_reasons() -> None:
         }
     )
     assert sharding_outcomes.verdicts(recorded, "NovaForCausalLM") == {
-        "FSDP2": "yes", "TP": "raises", "EP": "n/a", "compiled EP": "n/a", "PP": "n/a", "QLoRA": "limited"
+        "FSDP2": "yes", "TP": "raises", "EP": "n/a", "compiled experts": "n/a", "PP": "n/a", "QLoRA": "limited"
     }  # fmt: skip
     assert sharding_outcomes.verdicts(recorded, "NovaMoeForCausalLM") == {
-        "FSDP2": "fails", "TP": "raises", "EP": "fails", "compiled EP": "n/a", "PP": "yes", "QLoRA": "not tested"
+        "FSDP2": "fails", "TP": "raises", "EP": "fails", "compiled experts": "n/a", "PP": "yes", "QLoRA": "not tested"
     }  # fmt: skip
     assert set(sharding_outcomes.verdicts(recorded, "Other").values()) == {"not tested"}
     assert sharding_outcomes.reasons(recorded, ["NovaForCausalLM", "NovaMoeForCausalLM", "Other"]) == [

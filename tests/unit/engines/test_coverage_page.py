@@ -93,12 +93,13 @@ def test_summary_contains_verdict_facts(pages: dict[str, str]) -> None:
     rows = pages["engine-coverage.md"].splitlines()
     assert (
         "| CForCausalLM | 2.0200 | The refit does not write `model.a`, `model.b`, and 1 more. The engine computes as "
-        "if `sliding_window` were 9 and not 8. First difference between `model.layers.0.q` and `model.layers.0.o`. 3 "
-        "of the engine's decode log-probabilities are NaN. Known. **Agrees with `model_impl=transformers`.** |"
+        "if `sliding_window` were 9 and not 8. The output of `model.layers.0.q` agrees, and the input of "
+        "`model.layers.0.o` differs. 3 of the engine's decode log-probabilities are NaN; the error is that of the "
+        "others. Known. **Agrees with `model_impl=transformers`.** |"
     ) in rows
     assert "| GForCausalLM | 2.0200 | Cause unknown: its modules cannot be compared, because there are none |" in rows
     assert r"| HForCausalLM | 2.0200 | A \| b |" in rows
-    assert "| IForCausalLM | 2.0200 | First difference (differs by prompt): attention, tower |" in rows
+    assert "| IForCausalLM | 2.0200 | First difference, depending on the prompt: attention, tower |" in rows
     assert "| BForCausalLM | No usable tiny model: its size is 7 |" in pages["engine-coverage.md"]
     assert "| DForCausalLM | The engine fails |" in pages["engine-coverage.md"]
     assert "| FForCausalLM | Needs transformers>=9 |" in pages["engine-coverage.md"]
@@ -107,7 +108,7 @@ def test_summary_contains_verdict_facts(pages: dict[str, str]) -> None:
 def test_engine_page_lists_every_result(pages: dict[str, str]) -> None:
     page = pages["vllm.md"]
     assert "| AForCausalLM | 1.0000020 |  |  |  |" in page  # without a certificate
-    settings = "With `model_impl=transformers`: agrees, 1.0000000."
+    settings = "vLLM with `model_impl=transformers`: agrees, 1.0000000."
     link = "[JSON](certificates/vllm/CForCausalLM.json)"
     assert f"| CForCausalLM | disagrees | 2.0200 |  |  | {settings} | {link} | The refit does not write" in page
     assert (
