@@ -92,8 +92,8 @@ def memory(rows: Sequence[Row]) -> str:
     return (
         f"In addition to the model, loading needs {percent(loads)} of the model's size, and `save_pretrained` "
         f"{percent(saves)}. `save_checkpoint` needs {percent(resumes)} of the training state's size. An RL step with "
-        f"all rollouts at once takes {percent(steps)} of the model's size; transformers, one rollout at a time, takes "
-        f"{percent(theirs)}."
+        f"all rollouts at once needs {percent(steps)} of the model's size; transformers, with one rollout at a time, "
+        f"needs {percent(theirs)}."
     )
 
 
@@ -116,8 +116,8 @@ def logprobs(rows: Sequence[Row]) -> str:
     known = of(rows, "time, ratio", way="nrl_models, loss")
     other = [row["time, ratio"] for row in rows if row["way"] == "nrl_models"]
     return (
-        f"`token_logprobs` needs {percent(memory)} of the memory of full logits. It takes {span(known)} times as long "
-        f"with `loss=...`, and {span(other)} times as long without it."
+        f"`token_logprobs` needs {percent(memory)} of the memory of full logits. With `loss=...`, it takes "
+        f"{span(known)} times their time; without `loss=...`, {span(other)} times."
     )
 
 
@@ -134,9 +134,9 @@ def refit(rows: Sequence[Row]) -> str:
 def refit_engine(rows: Sequence[Row]) -> str:
     times = {row["way"]: row["time / vLLM's reload"] for row in rows}
     return (
-        f"Relative to vLLM's own reload of the same tensors, a complete refit takes {times['in process']:.2f} times as "
-        f"long in process, {times['subprocess']:.1f} times in a subprocess, and {times['HTTP, all changed']:.1f} times "
-        f"over HTTP ({times['HTTP, unchanged']:.1f} if nothing changed)."
+        f"A complete refit takes {times['in process']:.2f} times as long as vLLM's own reload of the same tensors in "
+        f"process, {times['subprocess']:.1f} times in a subprocess, and {times['HTTP, all changed']:.1f} times over "
+        f"HTTP. If no weight has changed, HTTP takes {times['HTTP, unchanged']:.1f} times as long."
     )
 
 

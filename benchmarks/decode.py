@@ -6,9 +6,9 @@ every contender with the same weights, and the contenders take turns decoding th
 second, so above 1 is faster than transformers. They are medians over all turns.
 
 The memory addresses of the weights make a model some percent faster or slower for the lifetime of the process.
-Therefore each process builds the models in another order. A second transformers model is compared with the first: their
-ratio is the noise of the measurement. On a CPU, which may be shared, the benchmark compares CPU seconds of one thread.
-On a GPU it compares wall-clock seconds.
+Therefore the order in which models are built differs between the processes. A second transformers model is compared
+with the first: their ratio is the noise of the measurement. On a CPU, which may be shared, the benchmark compares CPU
+seconds of one thread. On a GPU it compares wall-clock seconds.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
 """Measure memory and time of log-probabilities: 4,096 tokens, a vocabulary of 128,256, one pass from hidden states.
 
 `full logits` computes a log-softmax over all logits in fp32. `full logits again` repeats it: their difference is noise.
-`nrl_models, loss` passes the loss function to `token_logprobs(..., loss=...)`. `transformers` is its loss function.
-`TRL` is its `selective_log_softmax`, if TRL is installed. Extra memory is the increase at the peak, gradients included.
-Ratios are relative to full logits. Time ratios are medians over alternating runs. We accept at most these ratios of
-nrl_models: memory 0.1; time of a forward 1.05; time of a forward and backward 1.05 with `loss=...` and 1.3 without.
+`nrl_models, loss` passes the loss function to `token_logprobs(..., loss=...)`. `transformers` calls transformers' loss
+function. `TRL` is its `selective_log_softmax`, if TRL is installed. Extra memory is the increase at the peak, gradients
+included. Ratios are relative to full logits. Time ratios are medians over alternating runs. The ratios of nrl_models
+should be at most 0.1 for memory, 1.05 for the time of a forward, and for the time of a forward and backward 1.05 with
+`loss=...` and 1.3 without.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Measure the cost of tensor names: a checkpoint of 45,395 tensors in 163 files, named like DeepSeek-V3's.
 
-The configuration is that of the published model (61 layers, 256 experts, MLA) with small widths, so that copying
-values takes almost no time. Each measurement is CPU seconds in a new process, without imports. Runs alternate with
-transformers doing the same work. The null ratio is the median ratio of each transformers measurement to the next one.
-It would be 1 on a machine without noise. `plan` uses the published widths.
+The configuration is that of the published model (61 layers, 256 experts, MLA) with small widths (for `plan`, with its
+own), so that copying values takes almost no time. Each measurement is CPU seconds in a new process, without imports.
+Runs alternate with transformers doing the same work. The null ratio is the median ratio of successive measurements of
+transformers. It would be 1 on a machine without noise. `plan` uses the published widths.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Measure how long `nrl-models new` takes, its generated tests included, on randomly drawn architectures.
 
-Each architecture starts from the default configuration of its class, and its code is written to a new folder. A run
-replaces the rows of the table only for the architectures that it measures.
+Each architecture starts from the default configuration of its class, and its code is written to a new folder. The table
+collects the results of several runs.
 """
 
 from __future__ import annotations

@@ -4,14 +4,14 @@ A step samples 8 completions of 64 tokens with transformers (`hf-generate`), com
 gradients with `rollout_logprobs`, takes an optimizer step, and refits the engine in the same process. Weights are
 random, in fp32. A real engine samples faster and receives weights more slowly.
 
-`no watch` calls `engine.refit` directly. `watch` compares log-probabilities, with neither probes nor digests. `watch,
-digests` adds digests of every tensor on both sides, and the last row also adds probes (log-probabilities of fixed
-sequences after each refit). All variants take turns in one process, on the same model. `again` repeats `no watch`: its
-ratio would be 1 on a machine without noise.
+`no watch` calls `engine.refit` directly. `watch` compares the rollouts' log-probabilities of engine and trainer, with
+neither probes nor digests. `watch, digests` adds digests of every tensor on both sides, and the last row also adds
+probes (log-probabilities of fixed sequences after each refit). All variants take turns in one process, on the same
+model. `again` repeats `no watch`: its ratio would be 1 on a machine without noise.
 
 Figures are CPU time of the process, because wall time on a shared machine also counts other processes. `in watch` is
-the share of a step that the watch's own code takes: `before_update`, and `refit` without the engine's part. It has less
-noise than `ratio`. It does not include digests, which the engine's part of the refit computes; the other columns do.
+the share of a step's time that is spent in `Watch.before_update` and `Watch.refit`, without the engine's part of the
+refit. It has less noise than `ratio`. The engine's part computes the digests, so they count in the other columns only.
 `ratio` is a row's time divided by that of `no watch` in the same turn. It is the median of all turns, so it can differ
 from the quotient of two medians.
 """

@@ -48,7 +48,7 @@ INFERENCE = (
         "weight update reaches. It generates gibberish.",
         where=("engine",),
         applies=lambda subject: ModelFlag.VLLM_LOAD_FORMAT_AUTO in subject.flags,
-        handling="Families have the flag `ModelFlag.VLLM_LOAD_FORMAT_AUTO`, so vLLM starts from the checkpoint. A "
+        handling="For such models (flag `ModelFlag.VLLM_LOAD_FORMAT_AUTO`), nrl_models starts vLLM from the checkpoint. A "
         "refit reports persistent buffers that were not written. `refit-check` and `consistency "
         "--load-format dummy` still start with random weights.",
         code=(

@@ -37,7 +37,7 @@ FORWARD = (
         handling="nrl_models builds the masks with position IDs.",
         code=("nrl_models.family:FamilyModel.rewrites",),
         probe="behavioral",
-        asks="packed documents with separate position IDs attend to each other in transformers without a mask",
+        asks="in transformers, packed documents attend to each other if no mask is passed",
     ),
     Quirk(
         name="text-output-without-images",
@@ -59,16 +59,15 @@ FORWARD = (
         handling="Position IDs of text are passed as four rows per sequence. The first has the text positions.",
         code=("nrl_models.common.forward.mrope:PackedTextPositions",),
         probe="behavioral",
-        asks="packed documents with separate position IDs attend to each other in transformers without a mask",
+        asks="in transformers, packed documents attend to each other if no mask is passed",
     ),
     Quirk(
         name="image-masks-in-packed-rows",
-        symptom="In packed rows, tokens of an image attend to the wrong tokens in layers with sliding windows: "
-        "transformers looks up a token in the mask of images by its position ID instead of its index in the row, and "
-        "position IDs restart with each document.",
+        symptom="In packed rows, image tokens attend to the wrong tokens in layers with sliding windows: transformers "
+        "uses position IDs as indices into the row, but position IDs restart with each document.",
         where=("forward",),
         applies=predicates.packs_images_with_windows,
-        handling="nrl_models indexes the mask of images by columns.",
+        handling="nrl_models uses the index in the row.",
         code=("nrl_models.common.documents.mask_functions:at_columns",),
         since="transformers>=5.23",
         probe="behavioral",
@@ -84,7 +83,7 @@ FORWARD = (
         handling="Each document runs through such a layer or decoder separately.",
         code=("nrl_models.common.documents.layers:ByDocument",),
         probe="behavioral",
-        asks="packed documents with separate position IDs affect each other in transformers without a mask",
+        asks="in transformers, packed documents affect each other if no mask is passed",
     ),
     Quirk(
         name="mrope-stale-offsets",

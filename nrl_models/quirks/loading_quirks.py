@@ -15,7 +15,7 @@ LOADING = (
         code=("nrl_models.loading.weights:load_weights", "nrl_models.loading.pretrained:load"),
         off='`from_pretrained(path, dtype="auto")`',
         probe="behavioral",
-        asks="in torch, adding 1e-6 to a bf16 weight of 1 leaves it unchanged",
+        asks="a bf16 weight of 1 stays 1 when torch adds 1e-6 to it",
         sources=("https://github.com/NVIDIA-NeMo/Automodel/pull/2419",),
     ),
     Quirk(
@@ -78,7 +78,7 @@ LOADING = (
         off="`AutoConfig.from_pretrained(path, trust_remote_code=True)` of transformers, in a process without "
         "nrl_models",
         probe="data",
-        asks="transformers' table of configurations lacks its model_type",
+        asks="transformers has no configuration class for the checkpoint's `model_type`",
     ),
     Quirk(
         name="shared-kv-unused-weights",

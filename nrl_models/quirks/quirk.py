@@ -69,7 +69,7 @@ class Quirk:
         """Text: until when the quirk exists."""
         if not self.fixed:
             introduced = f"{self.since.replace('>=', ' ')} introduced it. " if self.since else ""
-            return f"{introduced}This quirk exists as long as {self.asks}"
+            return f"{introduced}A test checks that this quirk still exists: {self.asks}"
         return f"Fixed in {self.fixed}" + (f". Still listed for {self.kept_for}" if self.kept_for else "")
 
     @property

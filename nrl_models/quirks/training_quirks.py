@@ -15,7 +15,7 @@ TRAINING = (
         "correct gradients.",
         code=("nrl_models.common.forward.reentrant:RefusesReentrantCheckpointing",),
         probe="differential",
-        asks="reentrant checkpointing results in different gradients in transformers",
+        asks="in transformers, gradients with reentrant checkpointing differ from those without",
     ),
     Quirk(
         name="unreachable-parameters",

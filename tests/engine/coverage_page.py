@@ -25,8 +25,8 @@ HEAD = f"""\
 # Engine coverage
 
 This page compares tiny models with random weights with real inference engines, on CPUs. Each section lists the failures
-first. Errors are `token_mult_prob_error` ([consistency](consistency.md)), the larger one of decode and prefill. 1 means
-that all probabilities are equal; values above 1,000 mean unusable outputs.
+first. An error is the larger `token_mult_prob_error` ([consistency](consistency.md)) of decode and prefill. It is 1 if
+all probabilities are equal. Above 1,000, outputs are unusable.
 """
 
 MEANINGS = {
@@ -154,8 +154,8 @@ def details_page(
         f"# {engine}: all results",
         "",
         f"How they are measured: [engine coverage](../engine-coverage.md#{engine.lower().replace(' ', '-')}).",
-        "Numbers are `token_mult_prob_error`: it is 1 if all probabilities are equal. An empty cell was not measured. A",
-        "name after `#` is a variant: a tiny model with the kinds of layers of that published model.",
+        "Numbers are `token_mult_prob_error`: it is 1 if all probabilities are equal. An empty cell was not measured.",
+        "`ARCHITECTURE#NAME` is a variant: a tiny model with the kinds of layers of the published model NAME.",
         "",
         "[Certificates](../certify.md#the-certificate) have the values, bounds, versions and digests of each test.",
         "`docs/model-coverage/results/` has the complete verdicts and errors.",
@@ -269,8 +269,8 @@ def conditions(outcome: Mapping[str, Any]) -> Iterator[str]:
     if (dtype := outcome.get("dtype", "float32")) != "float32":
         yield f"In {dtype}."
     if max(bounds := outcome.get("bounds", ()), default=BOUND) > BOUND:
-        limits = " and ".join(f"{bound:.4f} ({heading})" for bound, heading in zip(bounds, MEASURED.values(), strict=False))
-        yield f"Rounding can cause an error of up to {limits}."
+        limits = (f"{heading} {bound:.4f}" for bound, heading in zip(bounds, MEASURED.values(), strict=False))
+        yield f"Bounds from the noise floor: {', '.join(limits)}."
     if backend := outcome.get("transformers"):
         numbers = [backend[key] for key in (["loaded"] if backend["loaded"] else MEASURED) if backend[key]]
         number = f", {shown(max(numbers))}" if numbers else ""

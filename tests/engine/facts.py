@@ -98,4 +98,4 @@ class Facts:
         if self.difference:
             yield str(self.difference)
         if self.nan:
-            yield f"{self.nan} of the engine's decode log-probabilities are NaN; the error is that of the others"
+            yield f"{self.nan} of the engine's decode log-probabilities are NaN; the error is computed without them"

@@ -47,18 +47,22 @@ def page(
         "GPU, or no release in this range introduced or fixed them)",
         f"- false alarms: {share(result.false_alarm_rate)} ({result.false_alarms} of {result.alarms})",
         "",
-        "The checks were written after these reports. So the share of regressions found does not predict how many "
-        "unknown regressions they find. A change counts as a false alarm if its judgment says so. Without a "
-        "judgment, it counts as one if no function that the class uses has changed.",
+        "The checks were written after these reports, so this share says nothing about unknown regressions. A false "
+        "alarm is a change with this judgment, or a change without a judgment although no function that the class "
+        "uses has changed.",
         "",
         "## Changes",
         "",
-        "A row is one change of transformers and all results that it changed. The column `release` has the first "
-        "recorded release in which a result changed. Not every class ran on every release, so a row can have several "
-        "releases, and the change can be older than the first one. The column `change` has the kinds of results that "
-        "changed (`fields`: which fields a model's output has), in parentheses the checks that found them, and an "
-        "example or the largest difference. Tensors are shown as shape, dtype and the first digits of a hash. The "
-        "column `upstream` lists what differs in the code of the compared releases: functions, classes and constants.",
+        "A row is one change of transformers and all results that it changed. The columns:",
+        "",
+        "- `release`: the first recorded release in which a result changed. [Not every class ran on every "
+        "release](#recorded-releases), so a row can have several releases, and transformers may have changed earlier.",
+        "- `change`: the kinds of results that changed, each with the checks that found it in parentheses. Then an "
+        "example, or the largest difference. A result of the kind `fields` is the list of the output's fields. "
+        "Tensors are shown as shape, dtype and the first digits of a hash.",
+        "- `upstream`: what differs in the code of the compared releases (functions, classes and constants).",
+        "- `judgment`: whether transformers intended the change, fixed a bug or introduced one. \"Loads only from this "
+        "release on\" means that the row also has errors and missing results of the releases before.",
         "",
         "| release | compared with | classes | change | upstream | judgment |",
         "|---|---|---|---|---|---|",

@@ -94,8 +94,8 @@ def test_summary_contains_verdict_facts(pages: dict[str, str]) -> None:
     assert (
         "| CForCausalLM | 2.0200 | The refit does not write `model.a`, `model.b`, and 1 more. The engine computes as "
         "if `sliding_window` were 9 and not 8. The output of `model.layers.0.q` agrees, and the input of "
-        "`model.layers.0.o` differs. 3 of the engine's decode log-probabilities are NaN; the error is that of the "
-        "others. Known. **Agrees with `model_impl=transformers`.** |"
+        "`model.layers.0.o` differs. 3 of the engine's decode log-probabilities are NaN; the error is computed "
+        "without them. Known. **Agrees with `model_impl=transformers`.** |"
     ) in rows
     assert "| GForCausalLM | 2.0200 | Cause unknown: its modules cannot be compared, because there are none |" in rows
     assert r"| HForCausalLM | 2.0200 | A \| b |" in rows
