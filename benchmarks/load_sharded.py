@@ -29,6 +29,9 @@ from benchmarks.train_step import Peak
 
 CONTENDERS = ("nrl_models", "transformers")
 
+NAMES = {"large": "dense"}
+"""Kinds of checkpoints whose name is not the one in the table."""
+
 
 def load(which: str, layout: str, path: str) -> None:
     """Measure once. Print the larger figures of the two ranks."""
@@ -81,8 +84,8 @@ def _load_rank(rank: int, which: str, layout: str, path: str, folder: str) -> No
         model(torch.arange(8)[None], use_cache=False)
         both = took + time.perf_counter() - started
     read = model.sharding.loaded_bytes if which == "nrl_models" else 0
-    found = {"load": took, "both": both, "anonymous": peak.rise, "read": read}
-    (Path(folder) / f"{rank}.json").write_text(json.dumps(found))
+    measurement = {"load": took, "both": both, "anonymous": peak.rise, "read": read}
+    (Path(folder) / f"{rank}.json").write_text(json.dumps(measurement))
     dist.barrier()
     os._exit(0)  # destroying the gloo process group takes seconds
 
@@ -92,7 +95,7 @@ def main() -> None:
     options = arguments(__doc__ or "", runs=3)
     rows: list[Row] = []
     with tempfile.TemporaryDirectory() as folder:
-        for kind in ("dense", "Mixtral"):
+        for kind in ("dense", "large", "Mixtral"):
             path = str(Path(folder) / kind)
             size = child(MAKE, kind, path)["bytes"]
             for layout in ("tp", "fsdp"):
@@ -100,13 +103,13 @@ def main() -> None:
                 for run in range(options.runs + 1):  # alternate, so that a slow minute slows both; the first warms up
                     for name in CONTENDERS:
                         code = f"from benchmarks.load_sharded import load; load({name!r}, {layout!r}, {path!r})"
-                        found = child(code)
+                        measurement = child(code)
                         if run:
-                            measured[name].append(found)
+                            measured[name].append(measurement)
                 ours, theirs = measured.values()
                 rows.append(
                     {
-                        "checkpoint": f"{kind}, {size / 1e9:.2f} GB",
+                        "checkpoint": f"{NAMES.get(kind, kind)}, {size / 1e9:.2f} GB",
                         "mesh": f"{layout}=2",
                         "load, s": median(ours, "load"),
                         "transformers, s": median(theirs, "load"),

@@ -1,4 +1,4 @@
-"""Compare streaming every weight of a 1.4 GB model with one copy of as much memory.
+"""Compare exporting all weights of a 1.4 GB model with one copy of the same size.
 
 The consumer copies each tensor into separate memory, as an engine does. `one copy` copies a single tensor of the same
 total size into allocated memory. `256 MB at a time` first fills a bucket, which is a second copy; the column `tensors

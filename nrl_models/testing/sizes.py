@@ -162,6 +162,9 @@ LAWS: tuple[Equation, ...] = (
     # A group needs more experts than are chosen, or there is no choice.
     ("n_routed_experts", lambda c: c.n_group and c.n_group > 1 and 6),
     ("num_experts", lambda c: c.n_group and c.n_group > 1 and 6),
+    # A router needs more experts than it chooses.
+    ("num_experts", lambda c: c.num_experts == 1 and c.moe_topk and 4),
+    ("moe_topk", lambda c: c.num_experts > 1 and c.moe_topk == 1 and 2),
     # A pixel shuffle converts positions to width.
     ("intermediate_size", lambda c: int(c.hidden_size / c.pixel_shuffle_ratio**2)),
     ("vision_output_dim", lambda c: c.pixel_shuffle_ratio and c.projector_output_dim),

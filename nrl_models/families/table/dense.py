@@ -80,9 +80,6 @@ ROWS: dict[str, Row] = {
         "HunYuanDenseV1ForCausalLM HunYuanDenseV1ForSequenceClassification",
         {"HunYuanDenseV1Attention": QKV, "HunYuanDenseV1MLP": GATE_UP},
     ),
-    "hunyuan_v1_moe": Row(
-        "HunYuanMoEV1ForCausalLM", {"HunYuanMoEV1Attention": QKV, "HunYuanMoEV1MLP": GATE_UP}, lacks("router replay")
-    ),
     "hyperclovax": Row("HyperCLOVAXForCausalLM", {"HyperCLOVAXAttention": QKV, "HyperCLOVAXMLP": GATE_UP}, since="5.9"),
     "jais2": Row("Jais2ForCausalLM", {"Jais2Attention": QKV}),
     "minicpm3": Row(

@@ -83,6 +83,7 @@ ROWS: dict[str, Row] = {
     "granitemoe": Row("GraniteMoeForCausalLM", {"GraniteMoeAttention": QKV}),
     "granitemoe_swa": Row("GraniteMoeSWAForCausalLM", {"GraniteMoeSWAAttention": QKV}, since="5.15"),
     "granitemoeshared": Row("GraniteMoeSharedForCausalLM", {"GraniteMoeSharedAttention": QKV}),
+    "hunyuan_v1_moe": Row("HunYuanMoEV1ForCausalLM", {"HunYuanMoEV1Attention": QKV, "HunYuanMoEV1MLP": GATE_UP}),
     "hy_v3": Row(
         "HYV3ForCausalLM",
         {"HYV3Attention": QKV, "HYV3MLP": GATE_UP},

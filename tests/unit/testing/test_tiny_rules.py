@@ -14,6 +14,7 @@ from transformers import (
     DeepseekV3Config,
     GemmaConfig,
     GPT2Config,
+    HunYuanMoEV1Config,
     JambaConfig,
     LlamaConfig,
     Mamba2Config,
@@ -29,8 +30,10 @@ from transformers.utils import logging
 from versions import since
 
 from nrl_models import registry
+from nrl_models.common.config.validate import CHOSEN_EXPERTS
 from nrl_models.common.config.walk import all_values, parts, walk
 from nrl_models.loading.read_config import read_config
+from nrl_models.onboarding.inspect import EXPERT_KEYS
 from nrl_models.testing import sizes
 from nrl_models.testing.tiny import TinyModelError, find_tiny, tiny_config
 
@@ -133,8 +136,14 @@ def test_all_decoders_keep_layer_types_and_valid_token_ids() -> None:
             for path, part in all_parts(config).items()
             if type(getattr(part, "hidden_size", None)) is int and part.hidden_size > sizes.WIDTH
         ]
-        if lost or outside or wide:
-            wrong.append((config_class.__name__, lost, outside, wide))
+        single = [
+            (path, key)
+            for path, part in all_parts(config).items()
+            for key in EXPERT_KEYS
+            if getattr(part, key, None) == 1 and any(getattr(part, chosen, None) for chosen in CHOSEN_EXPERTS)
+        ]
+        if lost or outside or wide or single:
+            wrong.append((config_class.__name__, lost, outside, wide, single))
     assert len(config_classes()) > 200
     assert not wrong
 
@@ -199,6 +208,13 @@ def test_disabled_features_stay_disabled() -> None:
     config = tiny_config(Qwen3Config)
     assert not config.attention_bias
     assert tiny_config(model_class("Cohere2ForCausalLM").config_class).sliding_window == 8
+
+
+def test_router_chooses_from_more_experts_than_it_takes() -> None:
+    default = HunYuanMoEV1Config()
+    assert (default.num_experts, default.moe_topk) == (1, 1)
+    config = tiny_config(default)
+    assert (config.num_experts, config.moe_topk) == (4, 2)
 
 
 def test_single_expert_group_is_not_split() -> None:
