@@ -1,7 +1,7 @@
 """Compare fused (combined) projections with separate ones: a forward, or a forward and backward, on one input.
 
-A ratio below one means that combining is faster. Fused and separate runs take turns. The figures are medians of the
-ratios of each turn. Because fusing was not measured to be faster, `combine="auto"` does not fuse.
+A ratio below one means that combining is faster. In each round, both run once; the figures are medians of the rounds'
+ratios. `combine="auto"` does not fuse, because fusing is not faster on the whole.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@ ranks, the longer time and the larger memory are reported. `anonymous memory` is
 behind it, minus its value before the load. Bytes read are those of the slices that a rank holds.
 
 nrl_models and transformers leave dense parameters in memory-mapped pages, which the first forward reads. Therefore
-compare the times that include the first forward. The null ratio is the median ratio of successive measurements of
-transformers. It would be 1 on a machine without noise.
+compare the times that include the first forward. The null ratio compares transformers with itself: each measurement
+with the next one. It shows the noise, and would be 1 without.
 
 With `tp`, nrl_models creates each parameter as a DTensor on the meta device before it reads files, and once more with
 values. For the dense model that takes about 0.1 s. It depends on the number of parameters, not on their size.

@@ -9,9 +9,9 @@ The baselines are one copy of the weights into allocated memory, and vLLM's `rel
 tensors in memory or from safetensors files in the page cache. By default, a refit compares digests of the sent and the
 received tensors. In a subprocess and over HTTP, a refit takes longer because the weights are first copied into shared
 memory and hashed on both sides, and only then loaded by vLLM. Seconds are medians, and ratios are medians of the ratios
-of each round, so a ratio can differ from the quotient of two medians. The null ratio is the median ratio of successive
-measurements of the reload from memory. It belongs to the whole run, so all rows have the same. It would be 1 on a
-machine without noise.
+of each round, so a ratio can differ from the quotient of two medians. The null ratio compares the reload from memory
+with itself: each measurement with the next one. It shows the noise, and would be 1 without. It belongs to the whole
+run, so all rows have the same.
 
 Run it in vLLM's environment: `.venv-engine/bin/python -m benchmarks.refit_engine`. Waiting threads do not spin
 (`OMP_WAIT_POLICY=PASSIVE`, as `nrl-models` sets it). If they did, the waiting threads of one engine would slow down the

@@ -32,7 +32,8 @@ MAPPINGS = (
 
 
 NOT_REGISTERED: Mapping[str, str] = {
-    "BigBirdForCausalLM": "attends in both directions above 704 tokens; one shorter sequence changes its attention for all later ones",
+    "BigBirdForCausalLM": "attends in both directions above 704 tokens; one shorter sequence changes its attention "
+    "for all later ones",
     "DiffusionGemmaForBlockDiffusion": "denoises blocks of tokens and has no next-token loss",
     "FastVlmForConditionalGeneration": "its vision tower comes from timm; the form of its images is not known",
     "Gemma4AssistantForCausalLM": "drafts for another model and reads that model's hidden states",
@@ -61,7 +62,8 @@ NOT_REGISTERED: Mapping[str, str] = {
 
 
 STATUSES = {
-    "green": "registered; the generated tests pass. Features that the family declares as unsupported (`limits`) are not "
+    "green": "registered; the generated tests pass. Features that the family declares as unsupported (`limits`) are "
+    "not "
     "tested",
     "red": "registered; a generated test fails",
     "not registered": "a tiny model runs, but the class has no family",

@@ -54,8 +54,10 @@ SECTIONS = (
         120,
         "Forward, backward and AdamW in bf16, without compilation. `combined`: nrl_models with fused projections "
         "(`combine=True`). `separate`: without. Measurements alternate between the models. MFU is the "
-        "fraction of the GPU's dense bf16 peak. It counts six operations per active parameter for every token, and those "
-        "of causal attention. `share of matmul speed` is the fraction of the speed of the fastest matmul in the same process. `transformers, again` "
+        "fraction of the GPU's dense bf16 peak. It counts six operations per active parameter for every token, and "
+        "those "
+        "of causal attention. `share of matmul speed` is the fraction of the speed of the fastest matmul in the same "
+        "process. `transformers, again` "
         "repeats the baseline; its ratio shows the measurement noise.",
     ),
     Section(

@@ -10,7 +10,6 @@ UPSTREAM_LACKS: Mapping[str, str] = {
     "left padding": "transformers' class returns different logits for a left-padded sequence",
     "right padding": "transformers' class returns different logits for a right-padded sequence",
     "packed sequences": "in transformers' class packed documents attend to each other, whatever their positions",
-    "router replay": "transformers' class ignores the replayed `topk` indices",
     "cached decoding": "transformers' class decodes different logits with a cache, or keeps no cache",
     "batch order": "transformers' class returns different logits for a sequence with an image elsewhere in the batch",
     "generate": "transformers' `generate` needs a token that the configuration lacks",

@@ -48,7 +48,8 @@ INFERENCE = (
         "weight update reaches. It generates gibberish.",
         where=("engine",),
         applies=lambda subject: ModelFlag.VLLM_LOAD_FORMAT_AUTO in subject.flags,
-        handling="For such models (flag `ModelFlag.VLLM_LOAD_FORMAT_AUTO`), nrl_models starts vLLM from the checkpoint. A "
+        handling="For such models (flag `ModelFlag.VLLM_LOAD_FORMAT_AUTO`), nrl_models starts vLLM from the "
+        "checkpoint. A "
         "refit reports persistent buffers that were not written. `refit-check` and `consistency "
         "--load-format dummy` still start with random weights.",
         code=(
@@ -82,7 +83,8 @@ INFERENCE = (
     ),
     Quirk(
         name="engine-tied-head",
-        symptom="After a refit, a tied output embedding keeps its old weights: it shares the input embedding's parameter, "
+        symptom="After a refit, a tied output embedding keeps its old weights: it shares the input embedding's "
+        "parameter, "
         "but the engine computes with a rearranged copy that the refit does not update.",
         where=("engine",),
         applies=predicates.ties_embeddings,

@@ -19,7 +19,7 @@ FORWARD = (
     Quirk(
         name="packed-documents",
         symptom="Documents packed into one sequence attend to each other if an attention mask or a cache is passed. "
-        "transformers separates documents by their position IDs only if neither is passed.",
+        "transformers separates documents by their position IDs, but only without a mask and without a cache.",
         where=("forward",),
         applies=predicates.packs,
         every_model=True,
@@ -56,7 +56,8 @@ FORWARD = (
         "only by position IDs of shape `(4, batch, length)`, but those of text are `(batch, length)`.",
         where=("forward",),
         applies=predicates.declares("mrope-packed-documents"),
-        handling="Position IDs of text are passed as four rows per sequence. The first has the text positions.",
+        handling="Position IDs of text are passed in the shape `(4, batch, length)`, in which transformers finds "
+        "documents.",
         code=("nrl_models.common.forward.mrope:PackedTextPositions",),
         probe="behavioral",
         asks="in transformers, packed documents attend to each other if no mask is passed",
@@ -117,7 +118,8 @@ FORWARD = (
         "result differs from the engine's.",
         where=("forward",),
         applies=predicates.caps_attention_scores,
-        handling="If transformers would drop the soft cap, nrl_models uses `eager`, also for the reference in checks.",
+        handling="If transformers would drop the soft cap, nrl_models uses `eager`, also for the transformers model "
+        "with which checks compare.",
         code=(
             "nrl_models.common.forward.soft_cap:drops_soft_cap",
             "nrl_models.common.forward.soft_cap:reference_attention",

@@ -54,7 +54,7 @@ class Limit:
 COHERE_WINDOW = Limit(
     status=DISAGREES,
     key="sliding_window",
-    reason="vLLM's window has one token more than `sliding_window`; vLLM says that training used this window. "
+    reason="vLLM's window has one token more than `sliding_window`; according to vLLM, the published model was trained with it. "
     "transformers' window has `sliding_window` tokens",
 )
 
@@ -110,7 +110,7 @@ LIMITS: dict[str, Limit] = {
         status=DISAGREES,
         module="model.layers.0.mamba.norm",
         after="model.layers.0.mamba.in_proj",
-        reason="transformers raises step sizes of the mixer to at least `time_step_min`. vLLM does not",
+        reason="transformers clamps step sizes of the mixer to at least `time_step_min`. vLLM does not",
     ),
 }
 """Architectures that disagree with this engine."""

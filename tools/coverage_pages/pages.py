@@ -177,8 +177,8 @@ def _mutants_summary(records: Records) -> list[str]:
     applicable = sum(outcome.applicable for outcome in mutants.values())
     survivors = [f"{name} ({', '.join(outcome.survived)})" for name, outcome in mutants.items() if outcome.survived]
     return [
-        f"Each of {len(CATALOG)} known bugs was injected, one at a time, into those of the {len(mutants)} "
-        f"architectures that it applies to: {applicable:,} cases. The generated tests found "
+        f"To test the generated tests, {len(CATALOG)} known bugs were inserted one at a time into every architecture "
+        f"that they apply to ({applicable:,} cases). The generated tests found "
         + (f"{killed:,} of them. Survivors: {'; '.join(survivors)}." if survivors else "all of them."),
         "",
     ]

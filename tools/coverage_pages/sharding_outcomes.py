@@ -24,7 +24,8 @@ MEANINGS = {
     Kind.FSDP: "loads on two processes; exported weights, and the loss and gradients of a step, match a single process",
     Kind.TP: "the same with tensor parallelism",
     Kind.EP: "the same with expert parallelism; only models with experts",
-    Kind.COMPILED: "with compiled experts, a step over EP and one over TP (each if supported) match a single process",
+    Kind.COMPILED: "with compiled experts, a step matches a single process: over EP, and in a second test over TP, if "
+    "supported",
     Kind.PP: "a step on two pipeline stages (1F1B) matches a single process; only models that generate",
     Kind.QLORA: "training LoRA adapters on a 4-bit checkpoint matches transformers' class",
 }

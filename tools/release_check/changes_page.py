@@ -61,8 +61,8 @@ def page(
         "example, or the largest difference. A result of the kind `fields` is the list of the output's fields. "
         "Tensors are shown as shape, dtype and the first digits of a hash.",
         "- `upstream`: what differs in the code of the compared releases (functions, classes and constants).",
-        "- `judgment`: whether transformers intended the change, fixed a bug or introduced one. \"Loads only from this "
-        "release on\" means that the row also has errors and missing results of the releases before.",
+        '- `judgment`: whether transformers intended the change, fixed a bug or introduced one. "Loads only from this '
+        'release on" means that the row also has errors and missing results of the releases before.',
         "",
         "| release | compared with | classes | change | upstream | judgment |",
         "|---|---|---|---|---|---|",
@@ -117,7 +117,10 @@ def _coverage(recorded: Mapping[str, Sequence[Version]], replayed: Sequence[Vers
     classes: dict[tuple[Version, ...], list[str]] = defaultdict(list)
     for name in sorted(recorded):
         classes[tuple(recorded[name])].append(name)
-    lines = ["Each class ran on the releases in its row, and each release is compared with the one before it in the row.", ""]
+    lines = [
+        "Each class ran on the releases in its row, and each release is compared with the one before it in the row.",
+        "",
+    ]
     lines += ["| classes | releases |", "|---|---|"]
     for versions, names in sorted(classes.items(), key=lambda item: (-len(item[0]), item[1])):
         which = f"all {len(replayed)}" if list(versions) == list(replayed) else ", ".join(map(str, versions))

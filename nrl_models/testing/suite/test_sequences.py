@@ -198,6 +198,20 @@ def test_batch_order(family_case: FamilyCase) -> None:
     assert_close(actual.logits, expected, scale=10)
 
 
+@pytest.mark.thorough
+@applies_to(chooses_experts)
+def test_tokens_choose_different_experts(family_case: FamilyCase) -> None:
+    """Check that no router of the tiny model chooses the same experts for all tokens.
+
+    Other tests would then not notice wrong choices.
+    """
+    _, routing = logits_and_routing(family_case.model(), family_case.inputs())
+    assert routing or "router replay" in family_case.model_class.limits, "no choice of experts was recorded"
+    for name, choices in routing.items():
+        by_token = [choice.flatten(0, -2) for choice in choices if choice.ndim > 1]
+        assert not by_token or any(len(choice.unique(dim=0)) > 1 for choice in by_token), name
+
+
 @proves("router replay")
 @applies_to(chooses_experts)
 def test_router_replay(family_case: FamilyCase) -> None:

@@ -186,4 +186,6 @@ def test_the_tripwire_accepts_releases_before_the_quirk() -> None:
     tripwire(replace(ONE, since="torch>=99"), False)
     with pytest.raises(QuirkExpiredError, match="it is no longer so that it hurts"):
         tripwire(replace(ONE, since="torch>=2.0"), False)
-    assert replace(ONE, since="torch>=2.0").expiry.startswith("torch 2.0 introduced it. A test checks that this quirk still exists: ")
+    assert replace(ONE, since="torch>=2.0").expiry.startswith(
+        "torch 2.0 introduced it. A test checks that this quirk still exists: "
+    )

@@ -75,7 +75,8 @@ def test_family_page_lists_quirks_with_expiry() -> None:
     (types,) = [line for line in lines if line.startswith("- [token-types](../quirks.md#token-types)")]
     assert "(Gemma3ForConditionalGeneration):" in types
     assert types.endswith(
-        "A test checks that this quirk still exists: transformers computes a batch with images differently if token types are missing."
+        "A test checks that this quirk still exists: transformers computes a batch with images differently if token "
+        "types are missing."
     )
     assert any(
         line.startswith("- [engine-dummy-buffers](../quirks.md#engine-dummy-buffers): ")
