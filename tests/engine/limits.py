@@ -54,7 +54,8 @@ class Limit:
 COHERE_WINDOW = Limit(
     status=DISAGREES,
     key="sliding_window",
-    reason="vLLM's window has one token more than `sliding_window`; according to vLLM, the published model was trained with it. "
+    reason="vLLM's window has one token more than `sliding_window`; according to vLLM, the published model was "
+    "trained with it. "
     "transformers' window has `sliding_window` tokens",
 )
 

@@ -110,7 +110,7 @@ MLX = {
     "GPT2LMHeadModel": _required("n_ctx"),
     "GPTBigCodeForCausalLM": "mlx-lm requires a number as `n_inner`, which is None in the configuration",
     "GPTNeoXForCausalLM": _required("rotary_emb_base", "rotary_pct"),
-    "Gemma3nForConditionalGeneration": "mlx-lm expects keys and values also of layers that share them",
+    "Gemma3nForConditionalGeneration": "mlx-lm expects key projections also in layers that reuse other keys",
     "GptOssForCausalLM": MLX_EXPERTS,
     "GraniteMoeHybridForCausalLM": "mlx-lm does not have the layer type `linear_attention`",
     "KimiLinearForCausalLM": _required("linear_attn_config"),

@@ -32,8 +32,8 @@ def test_conclusions_match_figures() -> None:
         {"way": "ours, packed", "time, ratio": 0.5, "memory, ratio": 2.0},
         {"way": "ours, packed", "time, ratio": 0.25, "memory, ratio": 1.5},
     ]
-    assert conclusions.rl_step(steps).startswith(
-        "`rollout_logprobs` takes 25 to 50 % of the time and 1.50 to 2.00 times"
+    assert conclusions.rl_step(steps).endswith(
+        "`rollout_logprobs` takes 25 to 50 % of the time and 1.50 to 2.00 times the memory."
     )
 
 

@@ -121,7 +121,8 @@ def test_readme_figures_match_generated_pages() -> None:
     assert (
         "Of the architectures in the row above and their variants (such as Gemma 4 with experts), "
         f"vLLM supports {vllm.shared}. {tried} were tried on a CPU. {vllm.compared} ran: "
-        f"{vllm.agreeing} agree after each of two refits; {vllm.disagreeing} disagree or do not accept new weights; "
+        f"{vllm.agreeing} agree after both refits (with the initial weights and after a training step); "
+        f"{vllm.disagreeing} disagree or do not accept new weights; "
         f"{vllm.undecided} are not decided. {vllm.not_run} did not run."
     ) in text
     assert (
@@ -143,9 +144,9 @@ def test_readme_costs_match_benchmarks() -> None:
     factors = {name: " to ".join(f"{int(part) / 100:.2f}" for part in span.split(" to ")) for name, span in rows}
     step, head = "RL loss step with `rollout_logprobs`", "log-probabilities with `token_logprobs`"
     assert f"`rollout_logprobs` takes {cost[f'{step}, time']} % of the time" in page
-    assert f"and {factors[f'{step}, memory']} times the memory of" in page
+    assert f"and {factors[f'{step}, memory']} times the memory." in page
     assert f"`token_logprobs` needs {cost[f'{head}, memory']} % of the memory" in page
-    assert f"and {factors[f'{head}, time']} times without" in page
+    assert f"without `loss=...`, {factors[f'{head}, time']} times." in page
     dense, mixture = (f"time to load a {kind} model" for kind in ("dense", "MoE"))
     assert f"load in {cost[mixture]} % of transformers' time, dense ones in {cost[dense]} %" in page
     assert len(cost) == 6

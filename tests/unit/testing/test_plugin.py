@@ -168,6 +168,7 @@ def test_family_option_collects_generated_tests(pytester: pytest.Pytester) -> No
     names = {line.partition("::")[2].partition("[")[0] for line in tests}
     assert names == set(generated_tests()) - {
         "test_router_replay",
+        "test_tokens_choose_different_experts",
         "test_mtp_weights_are_kept",
         "test_images_without_token_types",
     }
@@ -212,6 +213,7 @@ def test_only_applicable_tests_are_collected(pytester: pytest.Pytester) -> None:
         "test_router_replay",
         "test_shared_prompts",
         "test_tied_weights_share_storage",
+        "test_tokens_choose_different_experts",
     }
     # Not even a test that is skipped because of an empty parameter set.
     assert (
