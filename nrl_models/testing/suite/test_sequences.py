@@ -199,6 +199,7 @@ def test_batch_order(family_case: FamilyCase) -> None:
 
 
 @pytest.mark.thorough
+@proves("logits")
 @applies_to(chooses_experts)
 def test_tokens_choose_different_experts(family_case: FamilyCase) -> None:
     """Check that no router of the tiny model chooses the same experts for all tokens.
