@@ -63,8 +63,7 @@ NOT_REGISTERED: Mapping[str, str] = {
 
 STATUSES = {
     "green": "registered; the generated tests pass. Features that the family declares as unsupported (`limits`) are "
-    "not "
-    "tested",
+    "not tested",
     "red": "registered; a generated test fails",
     "not registered": "a tiny model runs, but the class has no family",
     "not run": "a tiny model could not be built, or its forward or backward failed",

@@ -157,10 +157,13 @@ def check_consistency(
         store.delete_if_empty()
         raise
     with started:
-        if is_server(engine) and store.has_measurements:
+        if store.has_measurements:
+            advice = "To measure again, pass fresh=True (--fresh)"
+            if is_server(engine):
+                advice = "A server does not report its version or a restart: discard them if it has changed (--fresh)"
             logger.warning(
-                f"{store.folder} has measurements of {shown_argument(engine)}, which are reused. A server does not "
-                "report its version or a restart: discard them if it has changed (--fresh)"
+                f"{store.folder} has measurements of {shown_argument(engine)} with the same settings, which are "
+                f"reused. {advice}"
             )
         store.note_engine(started.describe())
         if dummy:

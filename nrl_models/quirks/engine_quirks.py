@@ -49,8 +49,7 @@ INFERENCE = (
         where=("engine",),
         applies=lambda subject: ModelFlag.VLLM_LOAD_FORMAT_AUTO in subject.flags,
         handling="For such models (flag `ModelFlag.VLLM_LOAD_FORMAT_AUTO`), nrl_models starts vLLM from the "
-        "checkpoint. A "
-        "refit reports persistent buffers that were not written. `refit-check` and `consistency "
+        "checkpoint. A refit reports persistent buffers that were not written. `refit-check` and `consistency "
         "--load-format dummy` still start with random weights.",
         code=(
             "nrl_models.common.flags:ModelFlag",
@@ -84,8 +83,7 @@ INFERENCE = (
     Quirk(
         name="engine-tied-head",
         symptom="After a refit, a tied output embedding keeps its old weights: it shares the input embedding's "
-        "parameter, "
-        "but the engine computes with a rearranged copy that the refit does not update.",
+        "parameter, but the engine computes with a rearranged copy that the refit does not update.",
         where=("engine",),
         applies=predicates.ties_embeddings,
         handling="Modules that share a parameter are prepared again when all weights have arrived.",

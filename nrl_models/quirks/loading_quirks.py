@@ -61,8 +61,7 @@ LOADING = (
         where=("load", "engine"),
         applies=predicates.declares("unequal-parts"),
         handling="nrl_models knows the sizes of these tensors. Exports and saved files have the published shapes. So "
-        "do files "
-        "that transformers' `save_pretrained` writes in the same process. Files with equal parts also load.",
+        "do files that transformers' `save_pretrained` writes in the same process. Files with equal parts also load.",
         code=("nrl_models.common.views.hub_parts:register_part_sizes",),
         off="load and save with transformers' class, in a process without nrl_models",
         probe="data",
@@ -71,8 +70,7 @@ LOADING = (
     Quirk(
         name="own-configuration",
         symptom="transformers has no class for some model types. Their checkpoints need remote code, which breaks "
-        "with new "
-        "releases.",
+        "with new releases.",
         where=("load",),
         applies=predicates.brings_its_own_configuration,
         handling="nrl_models includes configuration and modeling code.",

@@ -154,9 +154,8 @@ def details_page(
         f"# {engine}: all results",
         "",
         f"How they are measured: [engine coverage](../engine-coverage.md#{engine.lower().replace(' ', '-')}).",
-        "Numbers are `token_mult_prob_error`: it is 1 if trainer and engine have equal probabilities. An empty cell "
-        "was not",
-        "measured. Bounds differ by dtype; an error above 1.05 never counts as agreement.",
+        "Numbers are `token_mult_prob_error`: it is 1 if trainer and engine have equal probabilities. Empty cells were",
+        "not measured. Bounds differ by dtype; an error above 1.05 never counts as agreement.",
         "`ARCHITECTURE#NAME` is a variant: a tiny model with the kinds of layers of the published model NAME.",
         "",
         "[Certificates](../certify.md#the-certificate) have the values, bounds, versions and digests of each test.",

@@ -154,6 +154,17 @@ def test_measurements_of_other_versions_or_devices_raise(
     assert check_consistency(checkpoint, fresh=True, **options).passed
 
 
+def test_reused_measurements_are_announced(checkpoint: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    options: dict[str, Any] = {"engine": "hf-generate", "out": tmp_path, "settings": SETTINGS}
+    assert check_consistency(checkpoint, **options).passed
+    assert "reused" not in caplog.text
+    assert check_consistency(checkpoint, **options).passed
+    assert "measurements of hf-generate with the same settings, which are reused" in caplog.text
+    caplog.clear()
+    assert check_consistency(checkpoint, fresh=True, **options).passed
+    assert "reused" not in caplog.text
+
+
 def test_reusing_server_measurements_warns(
     checkpoint: Path, engine: HFEngine, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -163,7 +174,7 @@ def test_reusing_server_measurements_warns(
         assert check_consistency(checkpoint, **options).passed
         assert "reused" not in caplog.text
         assert check_consistency(checkpoint, **options).passed
-        assert f"measurements of {address}, which are reused" in caplog.text
+        assert f"measurements of {address} with the same settings, which are reused. A server does not" in caplog.text
         served.models = ["other"]
         with pytest.raises(ConsistencyError, match=r"engine.model: 'tiny' before, 'other' now"):
             check_consistency(checkpoint, **options)
