@@ -103,7 +103,7 @@ def certify(
             help="Run only this check, and those that share a computation with it. Repeatable. Checks that do not run "
             "keep their results from an earlier run with the same --out. Without an earlier run, the answer cannot be "
             "'ready'. Names (docs/certify.md explains them; quote those with spaces): "
-            f"{', '.join(CHECK_NAMES[:-2])}. Two more need --in-loop: {', '.join(CHECK_NAMES[-2:])}.",
+            f"{', '.join(CHECK_NAMES[:-2])}. The last two run only with --in-loop: {', '.join(CHECK_NAMES[-2:])}.",
         ),
     ] = None,
     skip: Annotated[
@@ -158,8 +158,8 @@ def certify(
     out: Annotated[
         Path | None,
         output_folder(
-            "Directory for results, certificate.json and report.html. \\[default: certify/MODEL-DIGEST, the name of "
-            "PATH and a hash]",
+            "Directory for results, certificate.json and report.html. \\[default: certify/MODEL-DIGEST, with the "
+            "name of PATH and a hash]",
             panel=OUTPUT,
         ),
     ] = None,
@@ -170,13 +170,13 @@ def certify(
 ) -> None:
     """Run all checks on a checkpoint and an engine, and write a certificate: ready for RL, not ready, or not decided.
 
-    The answer is 'ready' if all checks that apply to the model pass, including those with an engine, which need
-    --engine. It is 'not ready' if a check fails, and 'not decided' if checks are missing. Exit status: 0 ready, 1 not
-    ready, 2 could not run, 3 not decided. Interrupted runs resume when you repeat the command.
+    The answer is 'ready' if all checks that apply to the model pass. Some of them need --engine, so without it, the
+    answer cannot be 'ready'. It is 'not ready' if a check fails, and 'not decided' if checks are missing. Exit status:
+    0 ready, 1 not ready, 2 could not run, 3 not decided. Interrupted runs resume when you repeat the command.
 
-    With --verify, no checks run. Instead, the command reads an existing certificate. Exit status: 0 if it is unchanged,
-    was made for PATH, and meets the requirements that you pass (--engine, --full, --length, --public-key), even if its
-    answer is 'not ready'; otherwise 1.
+    With --verify, no checks run. Instead, the command reads an existing certificate. Exit status: 0 if the certificate
+    is unchanged, was made for PATH, and meets the requirements that you pass (--engine, --full, --length,
+    --public-key); otherwise 1. Its answer, for example 'not ready', does not count.
     """
     if verify is not None:
         require_only(context, APPLIES_TO_VERIFY, "--verify")

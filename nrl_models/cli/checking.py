@@ -102,9 +102,8 @@ def refit_check(
     threshold: Annotated[
         float,
         number(
-            "A transfer passes if its token_mult_prob_error is at most a bound. The command computes this bound from "
-            "the dtype (first transfer) or from the first transfer's error (second transfer). No bound is larger than "
-            "FLOAT. "
+            "A transfer passes if its token_mult_prob_error is at most a bound. The bound of the first transfer "
+            "depends on the dtype, that of the second on the error of the first. No bound is larger than FLOAT. "
             "token_mult_prob_error is the mean over tokens of (larger probability / smaller probability); the two "
             "probabilities are the trainer's and the engine's.",
             panel=BOUNDS,

@@ -36,9 +36,9 @@ def new(
 
     The command detects groups of linears that can be fused into one matmul (Q, K and V; gate and up). By default, it
     writes the package into your clone of nrl_models, with a page of test results (docs/model-coverage) and a list of
-    the configuration keys that the model reads. To detect groups, the command runs a tiny model. If this run does not
-    call some linears, the output ends with a question to you: do these linears belong to a group? The generated tests
-    need pytest: install the extra `test`. Exit status: 0 all tests passed; 1 a test failed or a question is open; 2 the
+    the configuration keys that the model reads. To detect groups, the command runs a tiny model. If some linears are
+    not called in this run, the output ends with a question to you: do they belong to a group? The generated tests need
+    pytest: install the extra `test`. Exit status: 0 all tests passed; 1 a test failed or a question is open; 2 the
     command could not run, or the model has no linears to fuse.
     """
     from rich.table import Table

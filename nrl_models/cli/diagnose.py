@@ -172,7 +172,8 @@ def embeddings(
         Path | None,
         output_folder(
             "Write the checkpoint to DIR with new values for rows that are near zero, constant or close to the mean of "
-            "all rows, and for rows with NaN or infinity. Rows that only duplicate or resemble others do not change.",
+            "all rows, and for rows with NaN or infinity. Rows that only duplicate or resemble other rows keep their "
+            "values.",
             panel=OUTPUT,
         ),
     ] = None,
@@ -298,8 +299,8 @@ def prefix_caching(
 
     The prompt of the second turn is the first prompt and its completion.
 
-    The second completion's log-probabilities are compared with those of a prefill of the complete sequence without the
-    cache. The check fails if a log-probability is NaN, or if token_mult_prob_error, the mean ratio of the larger to the
+    The check compares the second completion's log-probabilities with those of one prefill without the prefix cache. The
+    check fails if a log-probability is NaN, or if token_mult_prob_error, the mean ratio of the larger to the
     smaller probability, exceeds --threshold.
     """
     from nrl_models.diagnostics.engine_checks import diagnose_prefix_caching

@@ -24,7 +24,7 @@ def replay(
     ],
     json_file: JsonFile = None,
 ) -> None:
-    """Recompute which side was wrong, trainer or engine, from the record of a difference.
+    """Recompute from a capsule (the record of a failed comparison) which side was wrong, trainer or engine.
 
     Needs no model and no engine. Exit status: 0 if the recomputed verdict equals the recorded one, 1 if it differs, 2
     if the file is damaged or not a capsule.

@@ -119,9 +119,10 @@ def test_readme_figures_match_generated_pages() -> None:
     count = vllm.compared + vllm.not_run
     tried = "All" if count == vllm.shared else str(count)
     assert (
-        "Of the architectures in the row above and their variants (such as Gemma 4 with experts), "
-        f"vLLM supports {vllm.shared}. {tried} were tried on a CPU. {vllm.compared} ran: "
-        f"{vllm.agreeing} agree after both refits (with the initial weights and after a training step); "
+        "Counting variants (such as Gemma 4 with experts), "
+        f"vLLM supports {vllm.shared} of the architectures in the row above. {tried} were tried on a CPU. "
+        f"{vllm.compared} ran: {vllm.agreeing} agree after both refits (with the initial weights and after a training "
+        "step); "
         f"{vllm.disagreeing} disagree or do not accept new weights; "
         f"{vllm.undecided} are not decided. {vllm.not_run} did not run."
     ) in text
