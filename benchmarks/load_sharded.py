@@ -2,15 +2,16 @@
 
 Each measurement starts two new processes with warm file caches and one thread each. Imports do not count. Of the two
 ranks, the longer time and the larger memory are reported. `anonymous memory` is the peak of memory without a file
-behind it, minus its value before the load. Bytes read are those of the slices that a rank holds.
+behind it, minus its value before the load. `read / model` is the size of the slices that a rank holds, relative to the
+checkpoint.
 
 nrl_models and transformers leave dense parameters in memory-mapped pages, which the first forward reads. Therefore
 compare the times that include the first forward. The null ratio compares transformers with itself: each measurement
-with the next one. It shows the noise, and would be 1 without.
+with the next one. Without noise, it would be 1.
 
 With `tp`, nrl_models takes 0.05 to 0.15 s longer than transformers to load a dense model. Before it reads weights, it
 checks plan and checkpoint on the meta device, and all ranks must agree. It also creates each DTensor twice: on the meta
-device, and with values. This time grows with the number of parameters, not with their size.
+device, and with values. This time grows with the number of tensors, not with their size.
 """
 
 from __future__ import annotations

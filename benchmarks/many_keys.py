@@ -3,8 +3,7 @@
 The configuration is that of the published model (61 layers, 256 experts, MLA) with small widths (for `plan`, with its
 own), so that copying values takes almost no time. Each measurement is CPU seconds in a new process, without imports.
 Runs alternate with transformers doing the same work. The null ratio compares transformers with itself: each measurement
-with the next one. It shows the noise, and would be 1 without.  `nrl-models plan` reads no values and uses the published
-widths.
+with the next one. Without noise, it would be 1.  `nrl-models plan` reads no values and uses the published widths.
 """
 
 from __future__ import annotations

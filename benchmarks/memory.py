@@ -1,13 +1,14 @@
 """Measure the peak memory of loading, exporting, saving, resuming and an RL step, relative to the model's size.
 
 Each measurement runs in a new process. It is the peak of anonymous memory (memory without a file behind it) during the
-call, minus its value before the call. "model" is the size of the weights in the dtype of the call. For resume
-checkpoints, it is the size of the training state: fp32 weights and AdamW's two states. The baseline is transformers for
-loading and saving, `state_dict()` copies for exports, `torch.save` and `torch.load` for resume checkpoints.
+call, minus its value before the call. "model" is the size of the weights, in the dtype that the call loads, exports or
+saves. For resume checkpoints, it is the size of the training state: fp32 weights and AdamW's two states. The baseline
+is transformers for loading and saving, `state_dict()` copies for exports, `torch.save` and `torch.load` for resume
+checkpoints.
 
-Memory-mapped weights take no anonymous memory until they are written. The RL step has 8 rollouts of 256 tokens.
-Gradients are allocated before the step, so they do not count. Its weights are in fp32. Its baseline computes complete
-logits, one rollout at a time.
+Memory-mapped weights take no anonymous memory until they are modified. The RL step has 8 rollouts of 256 tokens.
+Gradients are allocated before the step, so they do not count. The step's weights are in fp32. Its baseline computes
+complete logits, one rollout at a time.
 """
 
 from __future__ import annotations

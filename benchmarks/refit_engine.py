@@ -10,8 +10,8 @@ tensors in memory or from safetensors files in the page cache. By default, a ref
 received tensors. In a subprocess and over HTTP, a refit takes longer because the weights are first copied into shared
 memory and hashed on both sides, and only then loaded by vLLM. Seconds are medians, and ratios are medians of the ratios
 of each round, so a ratio can differ from the quotient of two medians. The null ratio compares the reload from memory
-with itself: each measurement with the next one. It shows the noise, and would be 1 without. It belongs to the whole
-run, so all rows have the same.
+with itself: each measurement with the next one. Without noise, it would be 1. It belongs to the whole run, so all rows
+have the same.
 
 Run it in vLLM's environment: `.venv-engine/bin/python -m benchmarks.refit_engine`. Waiting threads do not spin
 (`OMP_WAIT_POLICY=PASSIVE`, as `nrl-models` sets it). If they did, the waiting threads of one engine would slow down the

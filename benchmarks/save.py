@@ -8,7 +8,7 @@ the median of 21 saves). Imports and the first save do not count.
 `NRL_MODELS_FSYNC=0` turns fsync off in nrl_models. `--against DIRECTORY` also measures another checkout of nrl_models,
 without fsync. Seconds are medians, and ratios are medians of the ratios of each pair of saves, so a ratio can differ
 from the quotient of two medians. The null ratio compares the baseline with itself: each measurement with the next one.
-It shows the noise, and would be 1 without.
+Without noise, it would be 1.
 """
 
 from __future__ import annotations

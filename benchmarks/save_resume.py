@@ -5,8 +5,8 @@ writer (`HuggingFaceStorageWriter`). All of them save the same sharded model (`f
 in turns. Each overwrites the checkpoint that it saved in the turn before. All call fsync, unless the name says
 otherwise. "returns" is the time until training can continue, "complete" the time until all ranks have written the
 checkpoint. Seconds are medians, and ratios are medians of the ratios of each turn, so a ratio can differ from the
-quotient of two medians. The null ratio compares DCP's `save` with itself: each measurement with the next one. It shows
-the noise, and would be 1 without.
+quotient of two medians. The null ratio compares DCP's `save` with itself: each measurement with the next one. Without
+noise, it would be 1.
 
 Kills: all ranks are killed (SIGKILL) at four points of a save over an older checkpoint. Then the directory is loaded.
 "old" and "new" count complete checkpoints, "lost" those that do not load or have values of both. Here, DCP also saves
