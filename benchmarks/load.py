@@ -16,7 +16,7 @@ MAKE = """
 import sys, torch, transformers, json
 kind, path = sys.argv[1:]
 torch.set_default_dtype(torch.bfloat16)
-if kind in ("dense", "large"):
+if kind.startswith("dense"):
     config = transformers.LlamaConfig(hidden_size=2048, intermediate_size=8192,
         num_hidden_layers=9 if kind == "dense" else 40,
         num_attention_heads=32, num_key_value_heads=8, head_dim=64, vocab_size=32000)

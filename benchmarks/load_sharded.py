@@ -31,9 +31,6 @@ from benchmarks.train_step import Peak
 
 CONTENDERS = ("nrl_models", "transformers")
 
-NAMES = {"large": "dense"}
-"""Kinds of checkpoints whose name is not the one in the table."""
-
 
 def load(which: str, layout: str, path: str) -> None:
     """Measure once. Print the larger figures of the two ranks."""
@@ -97,7 +94,7 @@ def main() -> None:
     options = arguments(__doc__ or "", runs=3)
     rows: list[Row] = []
     with tempfile.TemporaryDirectory() as folder:
-        for kind in ("dense", "large", "Mixtral"):
+        for kind in ("dense", "dense, 40 layers", "Mixtral"):
             path = str(Path(folder) / kind)
             size = child(MAKE, kind, path)["bytes"]
             for layout in ("tp", "fsdp"):
@@ -111,7 +108,7 @@ def main() -> None:
                 ours, theirs = measured.values()
                 rows.append(
                     {
-                        "checkpoint": f"{NAMES.get(kind, kind)}, {size / 1e9:.2f} GB",
+                        "checkpoint": f"{kind}, {size / 1e9:.2f} GB",
                         "mesh": f"{layout}=2",
                         "load, s": median(ours, "load"),
                         "transformers, s": median(theirs, "load"),

@@ -41,11 +41,10 @@ SECTIONS = (
         "level_three",
         180,
         "Logits of the same checkpoint, loaded with nrl_models and with transformers, in fp32 and bf16. The models are "
-        "tiny models of several architectures, and larger ones, all with random "
-        "weights. bf16 logits that are not equal bit for bit are compared with fp32 logits: the RMS error may be at "
-        "most 1.25 times that of transformers, and the largest error at most twice. For MoE models, the share of "
-        "expert choices that differ is compared with a bound that is measured per model. [Parity](parity.md) explains "
-        "level 3 and the bounds.",
+        "tiny models of several architectures, and larger ones, all with random weights. bf16 logits that are not "
+        "equal bit for bit are compared with fp32 logits: the RMS error may be at most 1.25 times that of "
+        "transformers, and the largest error at most twice. For MoE models, the share of expert choices that differ is "
+        "compared with a bound that is measured per model. [Parity](parity.md) explains level 3 and the bounds.",
     ),
     Section(
         "training",
@@ -55,10 +54,8 @@ SECTIONS = (
         "Forward, backward and AdamW in bf16, without compilation. `combined`: nrl_models with fused projections "
         "(`combine=True`). `separate`: without. Measurements alternate between the models. MFU is the "
         "fraction of the GPU's dense bf16 peak. It counts six operations per active parameter for every token, and "
-        "those "
-        "of causal attention. `share of matmul speed` is the fraction of the speed of the fastest matmul in the same "
-        "process. `transformers, again` "
-        "repeats the baseline; its ratio shows the measurement noise.",
+        "those of causal attention. `share of matmul speed` is the fraction of the speed of the fastest matmul in the "
+        "same process. `transformers, again` repeats the baseline; its ratio shows the measurement noise.",
     ),
     Section(
         "rl",
@@ -108,9 +105,8 @@ SECTIONS = (
         60,
         "`iter_export` sends every weight to a consumer, which copies it into its own memory: on the device, or in "
         "pinned memory of the host. `in buckets` collects tensors in buckets on the device first; `through pinned "
-        "buckets` collects them in pinned memory of the host. `one copy` copies a single "
-        "buffer with as many bytes. Time is relative to `one copy`, and to copies of each tensor. `one copy, again` "
-        "repeats the baseline.",
+        "buckets` collects them in pinned memory of the host. `one copy` copies a single buffer with as many bytes. "
+        "Time is relative to `one copy`, and to copies of each tensor. `one copy, again` repeats the baseline.",
     ),
     Section(
         "determinism",

@@ -300,8 +300,8 @@ def prefix_caching(
     The prompt of the second turn is the first prompt and its completion.
 
     The check compares the second completion's log-probabilities with those of one prefill without the prefix cache. The
-    check fails if a log-probability is NaN, or if token_mult_prob_error, the mean ratio of the larger to the
-    smaller probability, exceeds --threshold.
+    check fails if a log-probability is NaN, or if token_mult_prob_error, the mean ratio of the larger to the smaller
+    probability, exceeds --threshold.
     """
     from nrl_models.diagnostics.engine_checks import diagnose_prefix_caching
     from nrl_models.diagnostics.lengths import counting_prompt, fitting_lengths

@@ -122,8 +122,7 @@ def test_readme_figures_match_generated_pages() -> None:
         "Counting variants (such as Gemma 4 with experts), "
         f"vLLM supports {vllm.shared} of the architectures in the row above. {tried} were tried on a CPU. "
         f"{vllm.compared} ran: {vllm.agreeing} agree after both refits (with the initial weights and after a training "
-        "step); "
-        f"{vllm.disagreeing} disagree or do not accept new weights; "
+        f"step); {vllm.disagreeing} disagree or do not accept new weights; "
         f"{vllm.undecided} are not decided. {vllm.not_run} did not run."
     ) in text
     assert (

@@ -30,10 +30,9 @@ from transformers.utils import logging
 from versions import since
 
 from nrl_models import registry
-from nrl_models.common.config.validate import CHOSEN_EXPERTS
 from nrl_models.common.config.walk import all_values, parts, walk
 from nrl_models.loading.read_config import read_config
-from nrl_models.onboarding.inspect import EXPERT_KEYS
+from nrl_models.onboarding.inspect import expert_counts
 from nrl_models.testing import sizes
 from nrl_models.testing.tiny import TinyModelError, find_tiny, tiny_config
 
@@ -136,12 +135,7 @@ def test_all_decoders_keep_layer_types_and_valid_token_ids() -> None:
             for path, part in all_parts(config).items()
             if type(getattr(part, "hidden_size", None)) is int and part.hidden_size > sizes.WIDTH
         ]
-        single = [
-            (path, key)
-            for path, part in all_parts(config).items()
-            for key in EXPERT_KEYS
-            if getattr(part, key, None) == 1 and any(getattr(part, chosen, None) for chosen in CHOSEN_EXPERTS)
-        ]
+        single = 1 in expert_counts(config)
         if lost or outside or wide or single:
             wrong.append((config_class.__name__, lost, outside, wide, single))
     assert len(config_classes()) > 200
